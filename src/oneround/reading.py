@@ -1,0 +1,278 @@
+"""From a preset name, a YAML file or a run folder to a validated recipe.
+
+A recipe starts from a preset (`extends: fafi` in a file, or its name on the command line), then come the file's own keys,
+then `--set a.b=c`. The resolved recipe is saved with every run and runs again as it stands.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import PydanticCustomError
+
+from oneround.errors import RecipeError, did_you_mean
+from oneround.parts import Part, Strict, load_plugin, slot
+from oneround.recipe import Federated, Recipe
+
+M = TypeVar("M", bound=Strict)
+
+
+class _Yaml(yaml.SafeLoader):
+    """YAML with the numbers and booleans people mean: 1e-3 is a number, `off` is a word, a key stands once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Yaml.yaml_implicit_resolvers = {
+    first: [pair for pair in pairs if pair[0] not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^[-+]?(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))(?:[eE][-+]?\d+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def read_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Yaml)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+_METHODS = Path(__file__).parent / "methods"
+
+
+def presets() -> dict[str, dict[str, Any]]:
+    """Every preset by name: its `about` block (idea, alias) and its recipe."""
+    found = {}
+    for path in sorted(_METHODS.glob("*.yaml")):
+        found[path.stem] = read_yaml(path.read_text(encoding="utf-8"), path.name)
+    return found
+
+
+def _preset(name: str) -> dict[str, Any]:
+    known = presets()
+    for preset, raw in known.items():
+        about = raw.pop("about", {})
+        if name in (preset, about.get("alias")):
+            return {"method": preset, **raw}
+    raise RecipeError(
+        f"no preset or recipe file '{name}'{did_you_mean(name, known)} (presets: {', '.join(known)}; or a .yaml file, or a run folder)"
+    )
+
+
+def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid on `base`, key by key; a part of another kind replaces the old one whole."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        if (
+            isinstance(old, dict)
+            and isinstance(value, Mapping)
+            and value.get("kind", old.get("kind")) == old.get("kind")
+        ):
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def assign(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Set `a.b.c` in nested data; a bare name on the way (`encoder: cnn`) becomes a mapping with that kind."""
+    *path, last = key.split(".")
+    node = raw
+    for step in path:
+        below = node.get(step)
+        if isinstance(below, str):
+            below = {"kind": below}
+        if below is not None and not isinstance(below, dict):
+            raise RecipeError(f"{key}: '{step}' holds {below!r}, not a mapping; set {'.'.join(path)} itself")
+        node[step] = dict(below or {})
+        node = node[step]
+    if last == "kind" and node.get("kind") not in (None, value):
+        node.clear()
+    node[last] = value
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`training.epochs=3` → ("training.epochs", 3); the value is read as YAML."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise RecipeError(f"--set {text}: write it as key=value, for example --set training.epochs=3")
+    return key.strip(), read_yaml(value, f"--set {key}") if value.strip() else None
+
+
+def load(source: str | Path, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
+    """A recipe from a preset name, a YAML file or a run folder, with overrides on top."""
+    path = Path(source)
+    if path.is_dir() and (path / "recipe.yaml").is_file():
+        path = path / "recipe.yaml"
+    if path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise RecipeError(f"{path}: not a text file; a recipe is YAML") from None
+        raw = read_yaml(text, str(path))
+        if not isinstance(raw, dict):
+            raise RecipeError(
+                f"{path}: a recipe is a YAML mapping (extends: fafi, …), this file holds {type(raw).__name__}"
+            )
+        base = raw.pop("extends", None)
+        if base is not None:
+            raw = merge(_preset(str(base)), raw)
+        raw.setdefault("method", path.stem)
+    elif path.suffix in (".yaml", ".yml"):
+        raise RecipeError(f"no recipe file '{source}'")
+    else:
+        raw = _preset(str(source))
+    for key, value in overrides:
+        assign(raw, key, value)
+    return parse(raw)
+
+
+_OBJECT = re.compile(r"^([A-Za-z_][\w.]*):([A-Za-z_]\w*)$")
+
+
+def _load_plugins(raw: dict[str, Any]) -> dict[str, Any]:
+    """Import `local.plugins`; turn each `module:name` into the name its part registered, remembering the module."""
+    local = raw.get("local")
+    plugins = local.get("plugins") if isinstance(local, dict) else None
+    modules = [name for name in plugins if isinstance(name, str)] if isinstance(plugins, list) else []
+    for module in modules:
+        load_plugin(module)
+
+    def name_of(word: Any) -> Any:
+        match = _OBJECT.match(word) if isinstance(word, str) else None
+        if not match:
+            return word
+        load_plugin(match[1])
+        part = getattr(importlib.import_module(match[1]), match[2], None)
+        if not (isinstance(part, type) and issubclass(part, Part) and part.kind):
+            raise RecipeError(f"'{word}': {match[1]} has no registered part named {match[2]}")
+        if match[1] not in modules:
+            modules.append(match[1])
+        return part.kind
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {name_of(key): walk(value) for key, value in node.items()}
+        if isinstance(node, list):
+            return [walk(value) for value in node]
+        return name_of(node)
+
+    parts: dict[str, Any] = {
+        key: walk(raw[key]) for key in ("data", "partition", "model", "objective", "fusion") if key in raw
+    }
+    if not modules:
+        return raw
+    return {**raw, **parts, "local": {**(local if isinstance(local, dict) else {}), "plugins": modules}}
+
+
+def parse(raw: dict[str, Any]) -> Recipe:
+    """Validated recipe from plain data; every mistake is one line naming key, value and what is allowed."""
+    return _checked(Recipe, _load_plugins(raw))
+
+
+def parse_federated(raw: Any) -> Federated:
+    """The federated half as it came in a Broadcast: parts by registered name only, nothing is imported."""
+    return _checked(Federated, raw)
+
+
+def parse_part(name: str, raw: Any) -> Part:
+    """One part for the slot of that name, with the same one-line errors as a recipe."""
+    try:
+        part: Part = slot(name).parse(raw)
+        return part
+    except ValidationError as error:
+        raise RecipeError(
+            "\n".join(dict.fromkeys(_explain(dict(item)) for item in error.errors(include_url=False)))
+        ) from None
+    except PydanticCustomError as error:
+        raise RecipeError(error.message()) from None
+
+
+def change(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """A changed copy, validated like any other: `change(recipe, {"training.epochs": 3})`."""
+    raw = recipe.model_dump(mode="json")
+    for key, value in changes.items():
+        assign(raw, key, value)
+    return parse(raw)
+
+
+def _checked(model: type[M], raw: Any) -> M:
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        lines = dict.fromkeys(_explain(dict(item)) for item in error.errors(include_url=False))
+        raise RecipeError("\n".join(lines)) from None
+
+
+_PLAIN = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping of keys to values",
+    "model_type": "must be a mapping of keys to values",
+    "model_attributes_type": "must be a mapping of keys to values",
+    "path_type": "must be a path",
+    "finite_number": "must be finite",
+    "missing": "is required",
+}
+
+
+def _explain(item: dict[str, Any]) -> str:
+    where = ".".join(str(step) for step in item["loc"])
+    kind, value, context = item["type"], item["input"], item.get("ctx", {})
+    if kind == "unknown_key":
+        where, value = ".".join(filter(None, [where, context["key"]])), context["given"]
+    if kind == "unknown_kind":
+        value = context["given"]
+    if kind == "literal_error":
+        allowed = re.findall(r"'([^']*)'", str(context.get("expected", "")))
+        rule = f"must be one of {', '.join(allowed)}{did_you_mean(str(value), allowed)}"
+    elif kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        words = {"greater_than": ">", "greater_than_equal": "≥", "less_than": "<", "less_than_equal": "≤"}
+        limit = context[
+            {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}[kind]
+        ]
+        rule = f"must be {words[kind]} {limit:g}" if isinstance(limit, float) else f"must be {words[kind]} {limit}"
+    elif kind == "value_error":
+        rule = str(context.get("error", item["msg"]))
+    elif kind in ("too_short", "too_long"):
+        size = context.get("min_length", context.get("max_length"))
+        rule = f"must have {'at least' if kind == 'too_short' else 'at most'} {size} entries"
+    elif kind == "string_pattern_mismatch":
+        rule = "must be auto, cpu, mps, cuda or cuda:N"
+    else:
+        rule = _PLAIN.get(kind, item["msg"])
+    shown = "" if kind == "missing" or isinstance(value, dict) else f" = {_short(value)}"
+    return f"{where or 'recipe'}{shown}: {rule}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "…"

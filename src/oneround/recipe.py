@@ -1,0 +1,189 @@
+"""The experiment as data.
+
+A recipe has two halves. The *federated* half says what everybody does (data, partition, model, training, objective,
+fusion, seeds); it is hashed and travels in the Broadcast. The *local* half says how this machine does it (paths, device,
+threads); it never leaves the site and never changes what is hashed.
+
+This file is the schema, with every default. `reading.py` turns presets, files and overrides into a `Recipe`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from oneround.parts import In, Part, Strict, slot
+
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Seeds(Strict):
+    """Three independent sources of randomness; `--seed` sets them together."""
+
+    partition: Seed = 1
+    """Who holds what."""
+    initialisation: Seed = 1
+    """The weights and prototypes everybody starts from."""
+    training: Seed = 1
+    """Shuffles and augmentations."""
+
+
+class Model(Strict):
+    """The network every client trains: an encoder and one prototype per class."""
+
+    encoder: Annotated[Part, In("encoder")] | None = None
+    """`cnn`, `resnet18`, …; left out: `cnn` for images of up to 16 pixels, `resnet18` above."""
+
+
+class Augment(Strict):
+    """Two random views of every sample, drawn per sample and computed in batches on the device."""
+
+    crop_scale: list[Fraction] = Field(default=[0.2, 1.0], min_length=2, max_length=2)
+    """Range of the random resized crop's area."""
+    crop_ratio: list[Positive] = Field(default=[0.75, 4 / 3], min_length=2, max_length=2)
+    """Range of the crop's width over height."""
+    flip: Fraction | None = None
+    """Probability of a mirror image; left out: 0.5, or 0 for data that a mirror changes (digits, signs)."""
+    brightness: Fraction = 0.4
+    contrast: Fraction = 0.4
+    saturation: Fraction = 0.4
+    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+    jitter: Fraction = 0.8
+    """Probability that the four colour changes are applied (in a random order)."""
+    greyscale: Fraction = 0.2
+    """Probability of a grey image."""
+    per_batch: bool = False
+    """Draw once per batch instead of per sample; only to reproduce code that did so."""
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Augment:
+        for name in ("crop_scale", "crop_ratio"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high:
+                raise ValueError(f"{name} must rise from above 0: [low, high]")
+        return self
+
+
+class Training(Strict):
+    """How a client trains; the defaults are the reference setting of FAFI and its descendants."""
+
+    epochs: Count = 50
+    batch_size: Count = 512
+    """Samples per step; each gives two views. A smaller client uses one batch of its own size."""
+    last_batch: Literal["wrap", "keep", "drop"] = "wrap"
+    """An incomplete last batch is filled from the start of the same shuffle, kept short, or dropped."""
+    learning_rate: Positive = 0.05
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate over the whole training."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: NotNegative = 0.0
+    restart_optimizer: bool = True
+    """Forget momentum at the start of every epoch, as in the reference setting."""
+    clip_norm: NotNegative = 1.0
+    """Largest gradient norm; 0 switches clipping off."""
+    augment: Augment = Augment()
+
+
+class Objective(Strict):
+    """What a client minimises: a weighted sum of terms."""
+
+    terms: dict[str, Annotated[Part, In("term")]] = Field(default_factory=dict)
+    """By name, each with its options: `supervised-contrastive: {temperature: 0.07, weight: 1}`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_is_kind(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not isinstance(value.get("terms"), dict):
+            return value
+        named = {
+            name: {"kind": name, **(options or {})} if isinstance(options, dict | None) else options
+            for name, options in value["terms"].items()
+        }
+        return {**value, "terms": named}
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Objective:
+        if not any(getattr(term, "weight", 1) for term in self.terms.values()):
+            known = ", ".join(sorted(slot("term").kinds))
+            raise ValueError(f"objective.terms is empty: start from a preset (extends: fafi) or name terms ({known})")
+        return self
+
+
+class Evaluation(Strict):
+    unnormalised: bool = False
+    """Feed test images as they are; only to reproduce code that normalised training images alone."""
+
+
+class Federated(Strict):
+    """The half every site agrees on: hashed, and sent with the Broadcast."""
+
+    method: str = "custom"
+    """Name of the preset or of your own composition; a label."""
+    seeds: Seeds = Seeds()
+    data: Annotated[Part, In("data")] = Field(default="digits", validate_default=True)
+    """The data set: digits, mnist, fashion-mnist, cifar10, cifar100, svhn, tiny-imagenet, gtsrb, images, npz, arrays."""
+    partition: Annotated[Part, In("partition")] = Field(default="dirichlet", validate_default=True)
+    """Who holds what."""
+    model: Model = Model()
+    training: Training = Training()
+    objective: Objective = Field(default_factory=dict, validate_default=True)
+    fusion: list[Annotated[Part, In("fusion")]] = Field(default=["iffi"], validate_default=True, min_length=1)
+    """Fusion rules: the first makes the global model, the others are scored beside it on the same uploads."""
+    snapshots: Annotated[int, Field(ge=0)] = 5
+    """Fuse and score what an upload would give every so many epochs; 0: only at the end."""
+    evaluation: Evaluation = Evaluation()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the federated half; the local half does not enter."""
+        return hashlib.sha256(json.dumps(self.plain(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def plain(self) -> dict[str, Any]:
+        """The federated half as JSON-ready data."""
+        return self.model_dump(mode="json", include=set(Federated.model_fields))
+
+
+class Local(Strict):
+    """The half that stays here: where things lie and how this machine works."""
+
+    data_path: Annotated[Path | None, Field(strict=False)] = None
+    """Folder with the data files, or the .npz file or image folder itself; left out: the user's cache, filled by download."""
+    initial_weights: Annotated[Path | None, Field(strict=False)] = None
+    """A safetensors file to start from instead of random weights (server)."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Training arithmetic; auto: bf16 autocast on a GPU that has it, fp32 elsewhere."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the network; auto: on a GPU when the run is long enough to pay for it."""
+    deterministic: bool = False
+    """Bit-equal repeats on a GPU (slower). On a CPU repeats are bit-equal anyway for a fixed number of threads."""
+    threads: Count | None = None
+    """CPU threads per client; left out: 1 for small encoders (clients run side by side), all for large ones."""
+    workers: Count | None = None
+    """Clients trained at once on a CPU; left out: as many as threads per client allow."""
+    checkpoint_seconds: NotNegative = 30.0
+    """Save a client's state at the end of an epoch when the last save is older than this."""
+    plugins: list[str] = Field(default=[])
+    """Python modules of yours that register parts."""
+
+
+class Recipe(Federated):
+    """One experiment, both halves."""
+
+    local: Local = Local()
+
+    @property
+    def federated(self) -> Federated:
+        return Federated.model_validate(self.plain())
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
