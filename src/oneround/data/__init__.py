@@ -1,0 +1,18 @@
+"""Who has what: data sets, partitions, augmented views."""
+
+from oneround.data import official as official
+from oneround.data.datasets import Loader, datasets, load_dataset
+from oneround.data.images import Dataset, Images, dataset_from_arrays
+from oneround.data.partition import Partition, Split, partitions
+
+__all__ = [
+    "Dataset",
+    "Images",
+    "Loader",
+    "Partition",
+    "Split",
+    "dataset_from_arrays",
+    "datasets",
+    "load_dataset",
+    "partitions",
+]

@@ -1,0 +1,156 @@
+"""Data sets: the slot, the embedded digits, and the open doors (an .npz file, a folder of images, arrays from Python)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from oneround.data import files
+from oneround.data.images import Dataset, dataset_from_arrays
+from oneround.errors import DataError
+from oneround.parts import Part, Slot
+
+Size = Annotated[int, Field(ge=8, le=64)]
+
+
+class Loader(Part):
+    """A data set that can be loaded. `mirror`: whether a mirror image keeps its label."""
+
+    mirror: ClassVar[bool] = True
+
+    def load(self, path: Path | None) -> Dataset:
+        """Read it from `path` (a folder, or the file itself), or from the cache, filling it if needed."""
+        raise NotImplementedError
+
+
+datasets: Slot[Loader] = Slot("data", Loader, default="digits")
+
+
+def load_dataset(part: Part, path: Path | None = None) -> Dataset:
+    """The data set a recipe names."""
+    return datasets.of(part).load(path)
+
+
+@datasets.register("digits")
+class Digits(Loader):
+    """1,797 handwritten digits of 8×8 pixels that come with scikit-learn; every fifth of each class is held out."""
+
+    mirror: ClassVar[bool] = False
+
+    def load(self, path: Path | None) -> Dataset:
+        from sklearn.datasets import load_digits
+
+        content = load_digits()
+        pixels = np.round(content.images * (255 / 16)).astype(np.uint8)
+        labels = content.target.astype(np.int64)
+        rank = np.zeros(len(labels), np.int64)  # the how-many-eth of its class a sample is
+        for digit in range(10):
+            rank[labels == digit] = np.arange((labels == digit).sum())
+        test = rank % 5 == 4
+        return dataset_from_arrays(self.kind, pixels[~test], labels[~test], pixels[test], labels[test], mirror=False)
+
+
+@datasets.register("npz")
+class Npz(Loader):
+    """Any .npz with x_train, y_train, x_test, y_test; class_names and group_train (for natural partitions) if present."""
+
+    def load(self, path: Path | None) -> Dataset:
+        if path is None or not path.is_file():
+            raise DataError(f"npz: no file at local.data_path = {path}; name it with --data FILE.npz")
+        return from_npz(path, path.stem)
+
+
+@datasets.register("images")
+class ImageFolder(Loader):
+    """A folder of images by class: train/CLASS/… and test/CLASS/…, or CLASS/… from which a test part is held out."""
+
+    size: Size = 32
+    """Images are scaled to this many pixels a side."""
+    grey: bool = False
+    """Read one channel instead of three."""
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Share of each class kept for testing when there is no test folder."""
+
+    def load(self, path: Path | None) -> Dataset:
+        if path is None or not path.is_dir():
+            raise DataError(f"images: no folder at local.data_path = {path}; name it with --data FOLDER")
+        found = {name: opener for name, opener in files.tree(path).items() if files.is_image(name)}
+        parts = {name: name.split("/") for name in found}
+        split = {"train": "train", "training": "train", "test": "test", "testing": "test", "val": "test"}
+        has_split = bool(found) and all(words[0].lower() in split and len(words) > 2 for words in parts.values())
+        depth = 1 if has_split else 0
+        flat = [name for name, words in parts.items() if len(words) <= depth + 1]
+        if flat or not found:
+            what = f"{flat[0]} lies outside any class folder" if flat else "no image in it"
+            raise DataError(
+                f"{path}: {what}; expected train/CLASS/image.png and test/CLASS/image.png, or CLASS/image.png"
+            )
+        labelled: dict[str, list[tuple[str, str]]] = {"train": [], "test": []}
+        for name, words in parts.items():
+            labelled[split[words[0].lower()] if has_split else "train"].append((name, words[depth]))
+        names = sorted({label for _, label in labelled["train"]})
+        for name, label in labelled["test"]:
+            if label not in names:
+                raise DataError(f"{path}/{name}: class '{label}' has no training image")
+        if not labelled["test"]:
+            labelled = self._hold_out(labelled["train"])
+        return decoded(self, path.name, str(path), found, labelled, tuple(names), self.size, 1 if self.grey else 3)
+
+    def _hold_out(self, every: list[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
+        """The last `held_out` of each class, in file-name order after a fixed shuffle."""
+        order = np.random.RandomState(0).permutation(len(every))
+        kept: dict[str, list[tuple[str, str]]] = {"train": [], "test": []}
+        for label in sorted({label for _, label in every}):
+            mine = [every[at] for at in order if every[at][1] == label]
+            cut = len(mine) - int(len(mine) * self.held_out)
+            kept["train"] += mine[:cut]
+            kept["test"] += mine[cut:]
+        return kept
+
+
+@datasets.register("arrays")
+class Arrays(Loader):
+    """Arrays handed in from Python: `simulate.run(recipe, folder, data=dataset_from_arrays(...))`."""
+
+    def load(self, path: Path | None) -> Dataset:
+        raise DataError("data = arrays: hand the data set in from Python, or name a .npz file with --data")
+
+
+def from_npz(path: Path, name: str, names: tuple[str, ...] = (), mirror: bool = True) -> Dataset:
+    content = files.read_npz(path)
+    missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in content]
+    if missing:
+        raise DataError(f"{path}: no {', '.join(missing)} in it; expected x_train, y_train, x_test, y_test")
+    given = tuple(str(word) for word in content["class_names"]) if "class_names" in content else names
+    return dataset_from_arrays(
+        name,
+        *(content[key] for key in ("x_train", "y_train", "x_test", "y_test")),
+        class_names=given or None,
+        group_train=content.get("group_train"),
+        mirror=mirror,
+    )
+
+
+def decoded(
+    loader: Loader,
+    name: str,
+    where: str,
+    found: dict[str, files.Opener],
+    labelled: dict[str, list[tuple[str, str]]],
+    class_names: tuple[str, ...],
+    size: int,
+    channels: int,
+) -> Dataset:
+    """A data set from lists of (file name, class name)."""
+    number = {label: index for index, label in enumerate(class_names)}
+    arrays: list[Any] = []
+    for part in ("train", "test"):
+        lost = next((file for file, label in labelled[part] if file not in found or label not in number), None)
+        if lost is not None:
+            raise DataError(f"{where}: {lost} is listed but its file or class is missing")
+        arrays.append(files.decode_images(where, [(file, found[file]) for file, _ in labelled[part]], size, channels))
+        arrays.append(np.array([number[label] for _, label in labelled[part]], np.int64))
+    return dataset_from_arrays(name, *arrays, class_names=class_names, mirror=loader.mirror)

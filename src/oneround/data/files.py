@@ -1,0 +1,137 @@
+"""Readers of the file formats data sets come in. Each names the file and what is wrong with it; none unpickles anything."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from oneround.errors import DataError
+
+Array = NDArray[Any]
+Opener = Callable[[], bytes]
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".ppm", ".pgm", ".bmp", ".webp", ".tif", ".tiff", ".gif"}
+
+
+def read_bytes(path: Path) -> bytes:
+    """The file's content, gunzipped if it is a .gz."""
+    try:
+        raw = path.read_bytes()
+        return gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read ({error}); delete it and fetch it again") from None
+
+
+def read_cifar(raw: bytes, where: str, label_bytes: int) -> tuple[Array, Array]:
+    """CIFAR binary records → images (n, 3, 32, 32), labels (n,); the last label byte is the fine label."""
+    record = label_bytes + 3 * 32 * 32
+    if not raw or len(raw) % record:
+        raise DataError(
+            f"{where}: {len(raw)} bytes is not a whole number of {record}-byte records; the file is truncated"
+        )
+    rows = np.frombuffer(raw, np.uint8).reshape(-1, record)
+    return rows[:, label_bytes:].reshape(-1, 3, 32, 32), rows[:, label_bytes - 1]
+
+
+def read_idx(path: Path) -> Array:
+    """An MNIST idx file of unsigned bytes, plain or gzipped."""
+    raw = read_bytes(path)
+    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] != 8 or not 1 <= raw[3] <= 4:
+        raise DataError(f"{path}: not an idx file of unsigned bytes (it starts with {raw[:4].hex()})")
+    start = 4 + 4 * raw[3]
+    shape = [int.from_bytes(raw[at : at + 4], "big") for at in range(4, start, 4)]
+    if len(raw) != start + int(np.prod(shape)):
+        raise DataError(
+            f"{path}: {len(raw)} bytes, but its header promises {start + int(np.prod(shape))} for shape {shape}"
+        )
+    return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
+
+
+def read_svhn(path: Path) -> tuple[Array, Array]:
+    """An SVHN .mat file (cropped digits) → images (n, 32, 32, 3), labels (n,) with the label 10 meaning digit 0."""
+    from scipy.io import loadmat
+
+    try:
+        content = loadmat(path)
+        images, labels = np.asarray(content["X"]), np.asarray(content["y"]).reshape(-1)
+    except Exception as error:  # scipy raises many kinds on damaged files
+        raise DataError(f"{path}: not a readable SVHN .mat file ({type(error).__name__}: {error})") from None
+    if images.ndim != 4 or images.shape[:3] != (32, 32, 3) or images.dtype != np.uint8:
+        raise DataError(f"{path}: X is {images.dtype} {images.shape}, expected uint8 (32, 32, 3, n)")
+    if labels.min() < 1 or labels.max() > 10:
+        raise DataError(f"{path}: labels run from {labels.min()} to {labels.max()}, expected 1 to 10")
+    return images.transpose(3, 0, 1, 2), labels.astype(np.int64) % 10
+
+
+def read_npz(path: Path) -> dict[str, Array]:
+    """The arrays of an .npz file."""
+    try:
+        with np.load(path, allow_pickle=False) as content:
+            return {name: content[name] for name in content.files}
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path}: not a readable .npz file ({error})") from None
+
+
+def tar_members(path: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """Files of a .tar.gz by their base name, without unpacking it."""
+    found: dict[str, bytes] = {}
+    try:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                name = Path(member.name).name
+                if member.isfile() and name in names:
+                    content = archive.extractfile(member)
+                    found[name] = content.read() if content else b""
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: damaged archive ({error}); delete it and fetch it again") from None
+    for name in names:
+        if name not in found:
+            raise DataError(f"{path}: no {name} in this archive")
+    return found
+
+
+def tree(path: Path) -> dict[str, Opener]:
+    """Every file below a folder or inside a .zip, by its path with forward slashes."""
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        return {file.relative_to(path).as_posix(): file.read_bytes for file in files}
+    try:
+        archive = zipfile.ZipFile(path)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise DataError(f"{path}: damaged archive ({error}); delete it and fetch it again") from None
+    names = sorted(name for name in archive.namelist() if not name.endswith("/"))
+    return {name: lambda name=name: archive.read(name) for name in names}  # type: ignore[misc]
+
+
+def is_image(name: str) -> bool:
+    """Whether a file name is an image's; hidden files and macOS companions are not."""
+    path = Path(name)
+    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".") and "__MACOSX" not in path.parts
+
+
+def decode_images(where: str, files: Sequence[tuple[str, Opener]], size: int, channels: int) -> Array:
+    """Image files → uint8 (n, size, size, channels), scaled to fit."""
+
+    def decode(item: tuple[str, Opener]) -> Array:
+        name, opener = item
+        try:
+            image = Image.open(io.BytesIO(opener())).convert("L" if channels == 1 else "RGB")
+            if image.size != (size, size):
+                image = image.resize((size, size), Image.Resampling.BILINEAR)
+            return np.asarray(image).reshape(size, size, channels)
+        except (UnidentifiedImageError, OSError, SyntaxError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            raise DataError(f"{where}/{name}: not a readable image ({error})") from None
+
+    with ThreadPoolExecutor() as pool:
+        decoded = list(pool.map(decode, files, chunksize=64))
+    return np.stack(decoded) if decoded else np.zeros((0, size, size, channels), np.uint8)

@@ -1,0 +1,145 @@
+"""Labelled images, the one form in which data moves through the program."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from oneround.errors import DataError
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images of one holder: `pixels` uint8 (n, channels, height, width), `labels` int64 (n,)."""
+
+    pixels: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, index: NDArray[np.int64] | Tensor) -> Images:
+        chosen = torch.as_tensor(index, dtype=torch.int64)
+        return Images(self.pixels[chosen], self.labels[chosen])
+
+    def to(self, device: torch.device) -> Images:
+        return Images(self.pixels.to(device), self.labels.to(device))
+
+    def class_counts(self, classes: int) -> Tensor:
+        """(classes,) int64"""
+        return torch.bincount(self.labels.cpu(), minlength=classes)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A task: training images to be partitioned, test images nobody trains on, the names of the classes."""
+
+    name: str
+    train: Images
+    test: Images
+    class_names: tuple[str, ...]
+    groups: NDArray[np.int64] | None = None
+    """A group id per training sample, for natural partitions."""
+    mirror: bool = True
+    """Whether a mirror image keeps its label."""
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(channels, height, width)"""
+        channels, height, width = self.train.pixels.shape[1:]
+        return channels, height, width
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of all pixels and labels: two data sets with the same name but other content differ."""
+        digest = hashlib.sha256()
+        for tensor in (self.train.pixels, self.train.labels, self.test.pixels, self.test.labels):
+            digest.update(str(tuple(tensor.shape)).encode())
+            digest.update(tensor.contiguous().numpy().data)
+        return digest.hexdigest()
+
+
+def dataset_from_arrays(
+    name: str,
+    x_train: Any,
+    y_train: Any,
+    x_test: Any,
+    y_test: Any,
+    *,
+    class_names: tuple[str, ...] | None = None,
+    group_train: Any = None,
+    mirror: bool = True,
+) -> Dataset:
+    """A data set from arrays: images (n, h, w), (n, h, w, c) or (n, c, h, w), uint8 or floats in 0…1; labels 0…C−1."""
+    train = Images(_pixels(name, "x_train", x_train), _labels(name, "y_train", y_train))
+    test = Images(_pixels(name, "x_test", x_test), _labels(name, "y_test", y_test))
+    for part, images in (("train", train), ("test", test)):
+        if len(images.pixels) != len(images.labels):
+            raise DataError(
+                f"{name}: {len(images.pixels)} images but {len(images.labels)} labels in x_{part}, y_{part}"
+            )
+        if len(images) == 0:
+            raise DataError(f"{name}: x_{part} is empty")
+    if train.pixels.shape[1:] != test.pixels.shape[1:]:
+        shapes = [tuple(images.pixels.shape[1:]) for images in (train, test)]
+        raise DataError(
+            f"{name}: training images are {shapes[0]} but test images {shapes[1]} (channels, height, width)"
+        )
+    channels, height, width = train.pixels.shape[1:]
+    if channels not in (1, 3) or not (8 <= height <= 64 and 8 <= width <= 64):
+        raise DataError(
+            f"{name}: images of {channels} channels, {height}×{width} pixels; "
+            "1 or 3 channels and 8 to 64 pixels are supported (image folders: set data.size)"
+        )
+    highest = max(int(train.labels.max()), int(test.labels.max()))
+    lowest = min(int(train.labels.min()), int(test.labels.min()))
+    names = class_names or tuple(str(label) for label in range(highest + 1))
+    if lowest < 0 or highest >= len(names):
+        raise DataError(
+            f"{name}: labels run from {lowest} to {highest}, but there are {len(names)} classes (0 to {len(names) - 1})"
+        )
+    if len(names) < 2:
+        raise DataError(f"{name}: only one class; a classifier needs at least 2")
+    groups = None
+    if group_train is not None:
+        groups = np.unique(np.asarray(group_train), return_inverse=True)[1].astype(np.int64).reshape(-1)
+        if len(groups) != len(train):
+            raise DataError(f"{name}: {len(groups)} group ids for {len(train)} training images (group_train)")
+    return Dataset(name, train, test, names, groups, mirror)
+
+
+def _pixels(name: str, key: str, given: Any) -> Tensor:
+    array = given.numpy() if isinstance(given, Tensor) else np.asarray(given)
+    if array.ndim == 3:
+        array = array[..., None]
+    if array.ndim != 4:
+        raise DataError(
+            f"{name}: {key} has {array.ndim} dimensions; images are (n, h, w), (n, h, w, c) or (n, c, h, w)"
+        )
+    if array.shape[-1] in (1, 3):
+        array = array.transpose(0, 3, 1, 2)
+    if np.issubdtype(array.dtype, np.floating):
+        if array.size and not (np.isfinite(array).all() and array.min() >= 0 and array.max() <= 1):
+            raise DataError(f"{name}: {key} holds floats outside 0…1; give uint8 0…255 or floats 0…1")
+        array = np.round(array * 255)
+    elif not np.issubdtype(array.dtype, np.integer) or (array.size and (array.min() < 0 or array.max() > 255)):
+        raise DataError(f"{name}: {key} is {array.dtype}; give uint8 0…255 or floats 0…1")
+    return torch.from_numpy(np.ascontiguousarray(array.astype(np.uint8)))
+
+
+def _labels(name: str, key: str, given: Any) -> Tensor:
+    array = given.numpy() if isinstance(given, Tensor) else np.asarray(given)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise DataError(f"{name}: {key} must be one whole number per image, got {array.dtype} with shape {array.shape}")
+    return torch.from_numpy(array.astype(np.int64))
