@@ -1,0 +1,134 @@
+"""One encoding for everything that is written or sent: a safetensors file with a JSON manifest in its header.
+
+The manifest names the format version, the kind of message, every tensor's shape and a SHA-256 over all tensor bytes.
+Reading checks all of it. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from oneround.errors import ProtocolError
+
+FORMAT = 1
+Manifest = dict[str, Any]
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, types, shapes and bytes; the order of the mapping does not matter."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def pack(kind: str, tensors: Mapping[str, Tensor], manifest: Manifest) -> bytes:
+    """A message as bytes. Tensors must be on the CPU."""
+    full = {
+        "format": FORMAT,
+        "kind": kind,
+        "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
+        "sha256": checksum(tensors),
+        **manifest,
+    }
+    return safetensors.torch.save(dict(tensors), metadata={"oneround": json.dumps(full, sort_keys=True)})
+
+
+def unpack(raw: bytes, where: str, kind: str, max_bytes: int | None = None) -> tuple[Manifest, dict[str, Tensor]]:
+    """A message from bytes, or a `ProtocolError` that names `where` and the reason."""
+    if max_bytes is not None and len(raw) > max_bytes:
+        raise ProtocolError(
+            f"{where}: refused, {len(raw):,} bytes is more than the {max_bytes:,} this message may have"
+        )
+    header = _header(raw, where)
+    try:
+        tensors = safetensors.torch.load(raw)
+    except Exception as error:  # the library raises several kinds on damaged input
+        raise ProtocolError(f"{where}: refused, damaged or truncated ({error})") from None
+    manifest = _manifest(header, where, kind)
+    if manifest.get("shapes") != {name: list(tensor.shape) for name, tensor in tensors.items()}:
+        raise ProtocolError(f"{where}: refused, its tensors are not those its manifest lists")
+    if manifest.get("sha256") != checksum(tensors):
+        raise ProtocolError(f"{where}: refused, its content does not match its checksum")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ProtocolError(f"{where}: refused, {name} holds values that are not finite")
+    return manifest, tensors
+
+
+def _header(raw: bytes, where: str) -> dict[str, Any]:
+    """The safetensors header, with plain words for what people hand in by mistake."""
+    if len(raw) < 8:
+        raise ProtocolError(f"{where}: refused, {len(raw)} bytes is too short for a safetensors file")
+    length = int.from_bytes(raw[:8], "little")
+    try:
+        if length > min(len(raw) - 8, 100_000_000):
+            raise ValueError
+        header = json.loads(raw[8 : 8 + length])
+    except ValueError:
+        foreign = "a pickle or zip file" if raw[:1] == b"\x80" or raw[:2] == b"PK" else "truncated or foreign"
+        raise ProtocolError(f"{where}: refused, {foreign}; only safetensors files are read") from None
+    return header if isinstance(header, dict) else {}
+
+
+def _manifest(header: dict[str, Any], where: str, kind: str) -> Manifest:
+    try:
+        manifest = json.loads(header["__metadata__"]["oneround"])
+    except (KeyError, TypeError, ValueError):
+        raise ProtocolError(f"{where}: refused, a safetensors file but not written by oneround (no manifest)") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        version = manifest.get("format") if isinstance(manifest, dict) else None
+        raise ProtocolError(f"{where}: refused, format {version}; this version reads format {FORMAT}")
+    if manifest.get("kind") != kind:
+        raise ProtocolError(f"{where}: refused, it is a {manifest.get('kind')}, not a {kind}")
+    return manifest
+
+
+def read(path: Path, kind: str, max_bytes: int | None = None) -> tuple[Manifest, dict[str, Tensor]]:
+    """A message from a file; its size is checked before it is read."""
+    try:
+        size = path.stat().st_size
+        if max_bytes is not None and size > max_bytes:
+            raise ProtocolError(f"{path}: refused, {size:,} bytes is more than the {max_bytes:,} this message may have")
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ProtocolError(f"{path}: cannot be read ({error.strerror})") from None
+    return unpack(raw, str(path), kind, max_bytes)
+
+
+def peek(path: Path, kind: str) -> Manifest:
+    """The manifest alone, without reading the tensors."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            raw = start + file.read(min(length, 100_000_000))
+    except OSError as error:
+        raise ProtocolError(f"{path}: cannot be read ({error.strerror})") from None
+    return _manifest(_header(raw, str(path)), str(path), kind)
+
+
+def write_durably(path: Path, raw: bytes) -> None:
+    """All or nothing, whatever happens: a temporary file, flushed to disk, renamed into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

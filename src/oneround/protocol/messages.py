@@ -1,0 +1,218 @@
+"""Broadcast goes down, Upload comes up."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from oneround.errors import ProtocolError
+from oneround.protocol import blob
+from oneround.reading import parse_federated
+from oneround.recipe import Federated
+
+History = list[dict[str, Any]]
+SLACK = 16 * 2**20  # what an upload may have beside its weights and statistics: manifest, history, header
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """What the server sends every site before training: the federated half of the recipe and where to start."""
+
+    recipe: Federated
+    class_names: tuple[str, ...]
+    shape: tuple[int, int, int]
+    """(channels, height, width) of the images"""
+    weights: dict[str, Tensor]
+    """The network's initial parameters and norm statistics, prototypes among them."""
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the recipe's federated half; every upload must carry it."""
+        return self.recipe.digest
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.weights.values())
+
+    def pack(self) -> bytes:
+        manifest = {"recipe": self.recipe.plain(), "class_names": list(self.class_names), "shape": list(self.shape)}
+        return blob.pack("broadcast", self.weights, manifest)
+
+    @staticmethod
+    def unpack(raw: bytes, where: str = "broadcast") -> Broadcast:
+        return Broadcast._from(*blob.unpack(raw, where, "broadcast"))
+
+    def write(self, path: Path) -> None:
+        blob.write_durably(path, self.pack())
+
+    @staticmethod
+    def read(path: Path) -> Broadcast:
+        return Broadcast._from(*blob.read(path, "broadcast"))
+
+    @staticmethod
+    def _from(manifest: blob.Manifest, tensors: dict[str, Tensor]) -> Broadcast:
+        channels, height, width = manifest["shape"]
+        return Broadcast(
+            parse_federated(manifest["recipe"]), tuple(manifest["class_names"]), (channels, height, width), tensors
+        )
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What a site sends back: its network, how much data it stands for, and the statistics the fusion rules asked for."""
+
+    client: str
+    recipe_digest: str
+    epoch: int
+    """How many local epochs it stands for; less than the recipe's for a snapshot."""
+    class_counts: Tensor
+    """(classes,) int64: samples the client holds of each class"""
+    weights: dict[str, Tensor]
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    history: History = field(default_factory=list)
+    """What training measured, an entry an epoch."""
+
+    @property
+    def samples(self) -> int:
+        return int(self.class_counts.sum())
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(t.numel() * t.element_size() for t in (*self.weights.values(), *self.statistics.values()))
+
+    @property
+    def content(self) -> str:
+        """SHA-256 of what was learned: the tensors and whose they are, not times or paths."""
+        said = [self.client, self.recipe_digest, self.epoch, self.class_counts.tolist(), blob.checksum(self._tensors())]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        statistics = {f"statistics.{name}": tensor for name, tensor in self.statistics.items()}
+        return {**{f"weights.{name}": tensor for name, tensor in self.weights.items()}, **statistics}
+
+    def pack(self) -> bytes:
+        manifest = {
+            "client": self.client,
+            "recipe_digest": self.recipe_digest,
+            "epoch": self.epoch,
+            "class_counts": self.class_counts.tolist(),
+            "history": self.history,
+        }
+        return blob.pack("upload", self._tensors(), manifest)
+
+    def write(self, path: Path) -> None:
+        blob.write_durably(path, self.pack())
+
+    @staticmethod
+    def unpack(raw: bytes, broadcast: Broadcast, statistics: Shapes, where: str = "upload") -> Upload:
+        """An upload that answers this broadcast and carries exactly the statistics asked for, or a `ProtocolError`."""
+        manifest, tensors = blob.unpack(raw, where, "upload", max_upload_bytes(broadcast, statistics))
+        return Upload._from(manifest, tensors, broadcast, statistics, where)
+
+    @staticmethod
+    def read(path: Path, broadcast: Broadcast, statistics: Shapes) -> Upload:
+        manifest, tensors = blob.read(path, "upload", max_upload_bytes(broadcast, statistics))
+        return Upload._from(manifest, tensors, broadcast, statistics, str(path))
+
+    @staticmethod
+    def epoch_of(path: Path) -> int | None:
+        """The epoch of an upload file written by this program, or None if there is no whole one."""
+        try:
+            return int(blob.peek(path, "upload")["epoch"])
+        except ProtocolError:
+            return None
+
+    @staticmethod
+    def _from(
+        manifest: blob.Manifest, tensors: dict[str, Tensor], broadcast: Broadcast, statistics: Shapes, where: str
+    ) -> Upload:
+        if manifest.get("recipe_digest") != broadcast.digest:
+            raise ProtocolError(
+                f"{where}: refused, it answers another recipe ({str(manifest.get('recipe_digest'))[:12]}…, expected {broadcast.digest[:12]}…)"
+            )
+        expected = {
+            f"weights.{name}": (tuple(tensor.shape), tensor.dtype) for name, tensor in broadcast.weights.items()
+        }
+        expected |= {f"statistics.{name}": (shape, torch.float32) for name, shape in statistics.items()}
+        for name in sorted(expected.keys() | tensors.keys()):
+            if name not in tensors or name not in expected:
+                raise ProtocolError(
+                    f"{where}: refused, tensor {name} is {'missing' if name in expected else 'not asked for'}"
+                )
+            shape, dtype = tuple(tensors[name].shape), tensors[name].dtype
+            if (shape, dtype) != expected[name]:
+                raise ProtocolError(
+                    f"{where}: refused, {name} is {dtype} {shape}, expected {expected[name][1]} {expected[name][0]}"
+                )
+        counts = manifest.get("class_counts")
+        if not (
+            isinstance(counts, list)
+            and len(counts) == broadcast.classes
+            and all(type(n) is int and 0 <= n < 2**53 for n in counts)
+            and sum(counts)
+        ):
+            raise ProtocolError(
+                f"{where}: refused, class_counts must be {broadcast.classes} counts, at least one above 0"
+            )
+        epoch, client = manifest.get("epoch"), manifest.get("client")
+        if type(epoch) is not int or not 0 <= epoch <= broadcast.recipe.training.epochs or not isinstance(client, str):
+            raise ProtocolError(
+                f"{where}: refused, client {client!r} at epoch {epoch!r}; expected a name and 0 to {broadcast.recipe.training.epochs}"
+            )
+        history = manifest.get("history")
+        parts: dict[str, dict[str, Tensor]] = {"weights": {}, "statistics": {}}
+        for name, tensor in tensors.items():
+            head, _, tail = name.partition(".")
+            parts[head][tail] = tensor
+        return Upload(
+            client, broadcast.digest, epoch, torch.tensor(counts), parts["weights"], parts["statistics"],
+            history if isinstance(history, list) else [],
+        )  # fmt: skip
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def max_upload_bytes(broadcast: Broadcast, statistics: Shapes) -> int:
+    """The most an upload to this broadcast may measure."""
+    asked = sum(4 * int(torch.Size(shape).numel()) for shape in statistics.values())
+    return broadcast.size + asked + SLACK
+
+
+class UploadFolder(Sequence[Upload]):
+    """Uploads on disk, read and checked one at a time when they are looked at; nothing is kept in memory."""
+
+    def __init__(self, paths: Sequence[Path], broadcast: Broadcast, statistics: Shapes) -> None:
+        self.paths, self.broadcast, self.statistics = list(paths), broadcast, statistics
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @overload
+    def __getitem__(self, at: int) -> Upload: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> UploadFolder: ...
+
+    def __getitem__(self, at: int | slice) -> Upload | UploadFolder:
+        if isinstance(at, slice):
+            return UploadFolder(self.paths[at], self.broadcast, self.statistics)
+        return Upload.read(self.paths[at], self.broadcast, self.statistics)
+
+    def __iter__(self) -> Iterator[Upload]:
+        for path in self.paths:
+            yield Upload.read(path, self.broadcast, self.statistics)

@@ -1,0 +1,75 @@
+"""A site is who runs an act: its name, its data, a folder for its state, and how its machine works."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from oneround.data import Images
+from oneround.errors import RecipeError
+from oneround.recipe import Local
+
+SMALL = 2_000_000  # parameters: below, one thread per client and clients side by side are fastest
+
+
+@dataclass(frozen=True)
+class Site:
+    """A client or the server."""
+
+    name: str
+    data: Images | None = None
+    folder: Path | None = None
+    """Where state is kept between epochs; None: nothing is kept, a restart begins anew."""
+    local: Local = field(default_factory=Local)
+
+    @property
+    def device(self) -> torch.device:
+        return choose_device(self.local.device)
+
+    @property
+    def bf16(self) -> bool:
+        """Whether to train in bf16 autocast."""
+        if self.local.precision == "auto":
+            return self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return self.local.precision == "bf16"
+
+    @contextmanager
+    def arithmetic(self, parameters: int) -> Iterator[None]:
+        """Threads and determinism for the length of an act on a network of that size; as before afterwards."""
+        before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+        torch.set_num_threads(threads_per_client(self.local, parameters))
+        if self.local.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = not self.local.deterministic
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before[0])
+            torch.use_deterministic_algorithms(before[1])
+            torch.backends.cudnn.benchmark = before[2]
+
+
+def threads_per_client(local: Local, parameters: int) -> int:
+    """CPU threads for a network of that many parameters; results are bit-equal for a fixed number."""
+    return local.threads or (1 if parameters < SMALL else os.cpu_count() or 1)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device named in a recipe's local half; auto: a GPU when there is one."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(wanted)
+    there = (
+        torch.cuda.device_count()
+        if device.type == "cuda"
+        else int(device.type == "cpu" or torch.backends.mps.is_available())
+    )
+    if there == 0 or (device.index or 0) >= there:
+        raise RecipeError(f"local.device = {wanted}: not on this machine ({there} of that kind); use auto or cpu")
+    return device
