@@ -1,0 +1,136 @@
+"""The three acts of one-shot learning: prepare (server), train (site), fuse (server).
+
+broadcast = prepare(recipe, data.class_names, data.shape)
+uploads = [train(broadcast, site) for site in sites]
+model = fuse(uploads, broadcast)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from oneround.data import Dataset
+from oneround.errors import ProtocolError
+from oneround.fusion import Rule, rules
+from oneround.learning import Emit, Learner
+from oneround.models import PrototypeNet, initialise
+from oneround.protocol import Broadcast, GlobalModel, Upload
+from oneround.protocol.messages import Shapes
+from oneround.protocol.model import preprocessing
+from oneround.reading import change
+from oneround.recipe import Federated, Recipe
+from oneround.site import Site
+
+CHUNK = 500
+
+
+def settle(recipe: Recipe, data: Dataset) -> Recipe:
+    """The recipe with what depends on the data filled in: the encoder, and whether views may be mirrored."""
+    changes: dict[str, object] = {}
+    if recipe.model.encoder is None:
+        changes["model.encoder"] = "cnn" if max(data.shape[1:]) <= 16 else "resnet18"
+    if recipe.training.augment.flip is None:
+        changes["training.augment.flip"] = 0.5 if data.mirror else 0.0
+    return change(recipe, changes) if changes else recipe
+
+
+def prepare(recipe: Recipe, class_names: tuple[str, ...], shape: tuple[int, int, int]) -> Broadcast:
+    """Server: what every site starts from."""
+    assert recipe.model.encoder is not None, "settle the recipe first"
+    net = initialise(recipe.model.encoder, shape[0], len(class_names), recipe.seeds.initialisation)
+    if recipe.local.initial_weights:
+        _start_from(recipe.local.initial_weights, net)
+    return Broadcast(recipe.federated, class_names, shape, net.weights())
+
+
+def train(broadcast: Broadcast, site: Site, until: int | None = None, emit: Emit = lambda event: None) -> Upload:
+    """Site: train on its own data (to the end, or to the end of epoch `until`), resuming what its folder holds."""
+    with site.arithmetic(sum(tensor.numel() for tensor in broadcast.weights.values())):
+        learner = Learner(broadcast, site, emit)
+        learner.train(broadcast.recipe.training.epochs if until is None else until)
+        return Upload(
+            client=site.name,
+            recipe_digest=broadcast.digest,
+            epoch=learner.epoch,
+            class_counts=learner.data.class_counts(broadcast.classes),
+            weights=learner.net.weights(),
+            statistics=_measure(learner, broadcast),
+            history=learner.history,
+        )
+
+
+def fuse(
+    uploads: Sequence[Upload], broadcast: Broadcast, site: Site | None = None, rule: Rule | None = None
+) -> GlobalModel:
+    """Server: one model from the uploads, by the recipe's first rule unless another is given."""
+    if len(uploads) == 0:
+        raise ProtocolError("no uploads to fuse")
+    chosen = rule or rules_of(broadcast.recipe)[0]
+    device = site.device if site else torch.device("cpu")
+    return GlobalModel.of(chosen.fuse(uploads, broadcast, device), chosen, broadcast)
+
+
+def rules_of(recipe: Federated) -> list[Rule]:
+    """The recipe's fusion rules; the first makes the global model."""
+    return [rules.of(part) for part in recipe.fusion]
+
+
+def statistics_of(broadcast: Broadcast) -> Shapes:
+    """Names and shapes of the statistics the recipe's rules ask every client for."""
+    return asked_by(rules_of(broadcast.recipe), broadcast)
+
+
+def asked_by(chosen: Sequence[Rule], broadcast: Broadcast) -> Shapes:
+    """Names and shapes of the statistics these rules ask every client for."""
+    features = broadcast.weights["prototypes"].shape[1]
+    asked: Shapes = {}
+    for rule in chosen:
+        asked |= rule.statistics(broadcast.classes, features)
+    return asked
+
+
+@torch.inference_mode()
+def _measure(learner: Learner, broadcast: Broadcast) -> dict[str, Tensor]:
+    """The statistics asked for, from unit features of the site's own images without augmentation."""
+    if not statistics_of(broadcast):
+        return {}
+    mean, std = preprocessing(broadcast.recipe)
+    learner.net.eval()
+    chunks = [(pixels.float() / 255 - mean) / std for pixels in learner.data.pixels.split(CHUNK)]
+    unit = torch.cat([F.normalize(learner.net.encoder(chunk), dim=1) for chunk in chunks])
+    measured: dict[str, Tensor] = {}
+    for rule in rules_of(broadcast.recipe):
+        measured |= rule.measure(unit, learner.data.labels, broadcast.classes)
+    return {name: value.float().cpu().contiguous() for name, value in measured.items()}
+
+
+def _start_from(path: Path, net: PrototypeNet) -> None:
+    """Fill the network from a safetensors file: a whole network, or an encoder alone (with or without `encoder.`)."""
+    try:
+        given = safetensors.torch.load(path.read_bytes())
+    except Exception as error:  # the library raises several kinds
+        raise ProtocolError(f"local.initial_weights = {path}: not a readable safetensors file ({error})") from None
+    given = {
+        name.removeprefix("weights."): value for name, value in given.items() if not name.startswith("statistics.")
+    }
+    if not any(name.startswith("encoder.") for name in given):
+        given = {name if name == "prototypes" else f"encoder.{name}": value for name, value in given.items()}
+    wanted = net.state_dict()
+    for name in sorted(given.keys() | {name for name in wanted if name != "prototypes"}):
+        if name not in given or name not in wanted:
+            raise ProtocolError(
+                f"local.initial_weights = {path}: tensor {name} is {'missing' if name in wanted else 'not part of this encoder'}"
+            )
+        if given[name].shape != wanted[name].shape:
+            raise ProtocolError(
+                f"local.initial_weights = {path}: {name} is {tuple(given[name].shape)}, this encoder has {tuple(wanted[name].shape)}"
+            )
+        if given[name].is_floating_point() and not torch.isfinite(given[name]).all():
+            raise ProtocolError(f"local.initial_weights = {path}: {name} holds values that are not finite")
+    net.load_state_dict(given, strict=False)

@@ -1,0 +1,110 @@
+"""How good a model is: accuracy, per class, and who is taken for whom.
+
+Many rules are scored on the same uploads in one pass: each client's network is read once, sees every test image, and is
+dropped before the next; what every rule needs of it is folded into running totals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oneround.data import Images
+from oneround.fusion import EnsembleRule, Rule
+from oneround.fusion.rule import expert_of
+from oneround.models import Ensemble
+from oneround.models.inference import Totals
+from oneround.protocol import Broadcast, GlobalModel, Upload
+from oneround.protocol.model import preprocessing
+
+CHUNK = 500  # images seen at once
+
+
+@dataclass(frozen=True)
+class Score:
+    """Counts on a test set; `confusion[true][answered]`."""
+
+    confusion: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(scores: Tensor, labels: Tensor, classes: int) -> Score:
+        answered = scores.argmax(1).cpu()
+        cells = torch.bincount(labels.cpu() * classes + answered, minlength=classes * classes).reshape(classes, classes)
+        return Score(tuple(tuple(row) for row in cells.tolist()))
+
+    @property
+    def samples(self) -> int:
+        return sum(map(sum, self.confusion))
+
+    @property
+    def accuracy(self) -> float:
+        return sum(row[label] for label, row in enumerate(self.confusion)) / self.samples
+
+    @property
+    def per_class(self) -> list[float | None]:
+        """Accuracy on each class; None where the test set has none."""
+        return [row[label] / sum(row) if sum(row) else None for label, row in enumerate(self.confusion)]
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "accuracy": self.accuracy,
+            "per_class": self.per_class,
+            "confusion": [list(row) for row in self.confusion],
+        }
+
+
+def _chunks(images: Images, device: torch.device, mean: float, std: float) -> Iterator[Tensor]:
+    for pixels in images.pixels.split(CHUNK):
+        yield (pixels.to(device).float() / 255 - mean) / std
+
+
+@torch.inference_mode()
+def score_uploads(
+    rules: Mapping[str, Rule], uploads: Sequence[Upload], broadcast: Broadcast, test: Images, device: torch.device
+) -> tuple[dict[str, Score], dict[str, Score]]:
+    """Every rule's score on the same uploads, and every client's alone; one encoder in memory at a time."""
+    together = {name: rule for name, rule in rules.items() if isinstance(rule, EnsembleRule)}
+    mean, std = preprocessing(broadcast.recipe)
+    parts = -(-len(test) // CHUNK)
+    totals: dict[str, list[Totals | None]] = {name: [None] * parts for name in together}
+    alone: dict[str, Score] = {}
+    for upload in uploads:
+        expert = expert_of(upload, broadcast, device)
+        answers = []
+        for part, images in enumerate(_chunks(test, device, mean, std)):
+            seen = expert.see(images)
+            answers.append(seen.logits)
+            for name, rule in together.items():
+                totals[name][part] = rule.add(totals[name][part], seen)
+        alone[upload.client] = Score.of(torch.cat(answers), test.labels, broadcast.classes)
+        del expert, upload
+    scores = {}
+    for name, each in rules.items():
+        if name in together:
+            outcome = torch.cat([together[name].scores(sums) for sums in totals[name] if sums is not None])
+            scores[name] = Score.of(outcome, test.labels, broadcast.classes)
+        else:
+            scores[name] = score_model(
+                GlobalModel.of(each.fuse(uploads, broadcast, device), each, broadcast), test, device
+            )
+    return scores, alone
+
+
+@torch.inference_mode()
+def score_model(model: GlobalModel, test: Images, device: torch.device) -> Score:
+    """A model's score; a streamed ensemble reads each of its networks once."""
+    if isinstance(model.inference, Ensemble):
+        rule = model.inference.rule
+        sums: list[Totals | None] = [None] * -(-len(test) // CHUNK)
+        for expert in model.inference.experts:
+            for part, images in enumerate(_chunks(test, device, model.mean, model.std)):
+                sums[part] = rule.add(sums[part], expert.to(device).see(images))
+        outcome = [rule.scores(total) for total in sums if total is not None]
+    else:
+        inference = model.inference.to(device)
+        outcome = [inference(images) for images in _chunks(test, device, model.mean, model.std)]
+    return Score.of(torch.cat(outcome), test.labels, len(model.class_names))

@@ -1,0 +1,10 @@
+"""From uploads to a model, a file a rule."""
+
+from oneround.fusion import average as average
+from oneround.fusion import ensemble as ensemble
+from oneround.fusion import entropy as entropy
+from oneround.fusion import iffi as iffi
+from oneround.fusion import typicality as typicality
+from oneround.fusion.rule import EnsembleRule, Rule, UploadExperts, rules
+
+__all__ = ["EnsembleRule", "Rule", "UploadExperts", "rules"]

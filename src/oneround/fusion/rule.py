@@ -1,0 +1,124 @@
+"""What a fusion rule is: uploads → an inference module, and the statistics it wants clients to send along.
+
+A rule is a pure function of the uploads, so every rule is scored on the same uploads without retraining.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from oneround.models import Ensemble, Expert, Inference
+from oneround.models.inference import Seen, Totals
+from oneround.models.prototype import blank
+from oneround.parts import Part, Slot
+from oneround.protocol import Broadcast, Upload
+from oneround.protocol.messages import Shapes
+from oneround.recipe import Federated
+from oneround.seeds import generator
+
+
+class Rule(Part):
+    """A way to turn uploads into one model."""
+
+    def statistics(self, classes: int, features: int) -> Shapes:
+        """Names and shapes of the float32 statistics every client must upload for this rule."""
+        return {}
+
+    def measure(self, unit: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
+        """Client side: those statistics, from the unit features (n, features) of the client's own images."""
+        return {}
+
+    def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, device: torch.device) -> Inference:
+        """Server side: the model."""
+        raise NotImplementedError
+
+    def restore(
+        self, shards: Sequence[dict[str, Tensor]], recipe: Federated, channels: int, classes: int, streamed: bool
+    ) -> Inference:
+        """The model again, from the tensors it was saved with."""
+        raise NotImplementedError
+
+
+rules: Slot[Rule] = Slot("fusion", Rule, default="iffi")
+
+
+class EnsembleRule(Rule):
+    """A rule that keeps every client's network and combines what they see."""
+
+    def add(self, totals: Totals | None, seen: Seen) -> Totals:
+        """Fold one client's view of a batch into the running totals."""
+        raise NotImplementedError
+
+    def scores(self, totals: Totals) -> Tensor:
+        """Totals → scores (n, classes) whose softmax are class probabilities."""
+        raise NotImplementedError
+
+    def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, device: torch.device) -> Inference:
+        return Ensemble(self, UploadExperts(uploads, broadcast, device))
+
+    def restore(
+        self, shards: Sequence[dict[str, Tensor]], recipe: Federated, channels: int, classes: int, streamed: bool
+    ) -> Inference:
+        def build(tensors: dict[str, Tensor]) -> Expert:
+            encoder = recipe.model.encoder
+            assert encoder is not None
+            statistics = {
+                name.removeprefix("statistic_"): value
+                for name, value in tensors.items()
+                if name.startswith("statistic_")
+            }
+            expert = Expert(blank(encoder, channels, classes), tensors["samples"], tensors["class_counts"], statistics)
+            expert.load_state_dict(tensors)
+            return expert.eval().requires_grad_(False)
+
+        experts = StreamedExperts(shards, build)
+        return Ensemble(self, experts if streamed else list(experts))
+
+
+class StreamedExperts:
+    """Experts built one at a time from what is on disk; a second look builds them again."""
+
+    def __init__(self, sources: Sequence[dict[str, Tensor]], build: Callable[[dict[str, Tensor]], Expert]) -> None:
+        self.sources, self.build = sources, build
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __iter__(self) -> Iterator[Expert]:
+        for source in self.sources:
+            yield self.build(source)
+
+
+class UploadExperts:
+    """The experts in a sequence of uploads, one in memory at a time."""
+
+    def __init__(self, uploads: Sequence[Upload], broadcast: Broadcast, device: torch.device) -> None:
+        self.uploads, self.broadcast, self.device = uploads, broadcast, device
+
+    def __len__(self) -> int:
+        return len(self.uploads)
+
+    def __iter__(self) -> Iterator[Expert]:
+        for upload in self.uploads:
+            yield expert_of(upload, self.broadcast, self.device)
+
+
+@torch.no_grad()
+def expert_of(upload: Upload, broadcast: Broadcast, device: torch.device) -> Expert:
+    """A client's network ready to see images, with its answer to a noise image that is the same for all."""
+    encoder = broadcast.recipe.model.encoder
+    assert encoder is not None
+    net = blank(encoder, broadcast.shape[0], broadcast.classes)
+    net.load_state_dict(upload.weights)
+    expert = (
+        Expert(net, torch.tensor(upload.samples), upload.class_counts, upload.statistics)
+        .to(device)
+        .eval()
+        .requires_grad_(False)
+    )
+    noise = torch.randn(1, *broadcast.shape, generator=generator(broadcast.recipe.seeds.initialisation, "noise image"))
+    expert.noise_feature.copy_(expert.net.encoder(noise.to(device))[0])
+    return expert
