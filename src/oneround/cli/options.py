@@ -1,0 +1,87 @@
+"""The application object, and the options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from oneround.reading import load, parse_override
+from oneround.recipe import Recipe
+
+app = typer.Typer(
+    help="One-shot federated learning: every site trains once, uploads once, the server fuses one model.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+out = Console()
+err = Console(stderr=True)
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(help="A preset (see oneround methods), a recipe file (.yaml), or a run folder.", metavar="RECIPE"),
+]
+DataOption = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        help="digits, mnist, fashion-mnist, cifar10, cifar100, svhn, tiny-imagenet or gtsrb; an .npz file; "
+        "or a folder of images by class.",
+    ),
+]
+DataDirOption = Annotated[
+    Path | None, typer.Option("--data-dir", help="Where the data files lie (otherwise the cache, filled by download).")
+]
+ClientsOption = Annotated[int | None, typer.Option("--clients", help="Number of clients.")]
+AlphaOption = Annotated[float | None, typer.Option("--alpha", help="Dirichlet α: 0.05 is very skewed, 100 even.")]
+PartitionOption = Annotated[
+    str | None,
+    typer.Option("--partition", help="dirichlet, dirichlet-overlap, shards, iid, quantity-skew or natural."),
+]
+SeedOption = Annotated[
+    int | None, typer.Option("--seed", help="Sets the partition, initialisation and training seeds together.")
+]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, …")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Any recipe key, as often as you like: --set training.learning_rate=0.1", metavar="KEY=VALUE"
+    ),
+]
+ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="A saved model, or a run folder.")]
+
+
+def make_recipe(
+    source: str,
+    *,
+    data: str | None = None,
+    data_dir: Path | None = None,
+    seed: int | None = None,
+    changes: dict[str, Any] | None = None,
+    sets: list[str] | None = None,
+) -> Recipe:
+    """A recipe with the command line's short options, then `--set`, on top."""
+    overrides: list[tuple[str, Any]] = data_overrides(data) if data is not None else []
+    if data_dir is not None:
+        overrides.append(("local.data_path", str(data_dir)))
+    if seed is not None:
+        overrides += [(f"seeds.{name}", seed) for name in ("partition", "initialisation", "training")]
+    overrides += [(key, value) for key, value in (changes or {}).items() if value is not None]
+    overrides += [parse_override(text) for text in sets or []]
+    return load(source, overrides)
+
+
+def data_overrides(data: str) -> list[tuple[str, Any]]:
+    """`--data` takes the name of a data set, an .npz file, or a folder of images."""
+    from oneround.parts import slot
+
+    if data in slot("data").kinds:
+        return [("data.kind", data)]
+    if data.endswith(".npz"):
+        return [("data.kind", "npz"), ("local.data_path", data)]
+    if Path(data).is_dir():
+        return [("data.kind", "images"), ("local.data_path", data)]
+    return [("data.kind", data)]

@@ -1,0 +1,174 @@
+"""Commands that work on what is already there: fuse, evaluate, predict, export, methods."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from oneround.cli.options import (
+    DataDirOption,
+    DataOption,
+    DeviceOption,
+    ModelArgument,
+    app,
+    data_overrides,
+    err,
+    out,
+)
+from oneround.errors import DataError, ProtocolError
+from oneround.reading import parse_override, parse_part, presets
+
+if TYPE_CHECKING:
+    from oneround.protocol import GlobalModel
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+
+
+@app.command()
+def fuse(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder with uploads.")],
+    rule: Annotated[
+        str, typer.Option("--rule", help="A fusion rule, or all: compare every rule the uploads allow.")
+    ] = "all",
+    target: Annotated[
+        Path | None, typer.Option("--out", help="Where to write the model; otherwise RUN/fused/RULE.")
+    ] = None,
+    data_dir: DataDirOption = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="An option of the rule: --set beta=2", metavar="KEY=VALUE")
+    ] = None,
+) -> None:
+    """Fuse uploads that are already there: by one rule (the model is written) or by all (they are compared)."""
+    from oneround import acts
+    from oneround.data import load_dataset
+    from oneround.evaluate import score_uploads
+    from oneround.fusion import rules
+    from oneround.observe.tables import score_table
+    from oneround.runs import RunFolder
+    from oneround.site import Site
+
+    place = RunFolder(folder)
+    recipe = place.read_recipe([("local.data_path", str(data_dir))] if data_dir else [])
+    uploads = place.uploads()
+    if rule == "all":
+        chosen = [rules.parse(kind) for kind in sorted(rules.kinds)]
+    else:
+        options = dict(parse_override(text) for text in sets or [])
+        chosen = [rules.of(parse_part("fusion", {"kind": rule, **options}))]
+    usable = []
+    for each in chosen:
+        lacking = sorted(acts.asked_by([each], uploads.broadcast).keys() - uploads.statistics.keys())
+        if not lacking:
+            usable.append(each)
+        elif rule == "all":
+            err.print(f"{each.kind} is left out: these uploads do not carry its statistics", highlight=False)
+        else:
+            raise ProtocolError(
+                f"{each.kind} needs statistics these uploads do not carry ({', '.join(lacking)}); "
+                "name it in the recipe's fusion list and run again"
+            )
+    site = Site("server", folder=folder, local=recipe.local)
+    there = load_dataset(recipe.data, recipe.local.data_path)
+    named = {each.label: each for each in usable}
+    scores, alone = score_uploads(named, uploads, uploads.broadcast, there.test, site.device)
+    out.print(score_table(*({name: score.accuracy for name, score in part.items()} for part in (scores, alone))))
+    if rule != "all":
+        written = target or folder / "fused" / rule
+        acts.fuse(uploads, uploads.broadcast, site, usable[0]).save(written)
+        out.print(f"model written to {written}/", highlight=False)
+
+
+@app.command()
+def evaluate(
+    folder: ModelArgument,
+    data: DataOption = None,
+    data_dir: DataDirOption = None,
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Score a saved model on the test images of a data set (its own, unless another is named)."""
+    from oneround.data import load_dataset
+    from oneround.evaluate import score_model
+    from oneround.site import choose_device
+
+    model = load_model(folder, streamed=True)
+    wanted: dict[str, Any] = dict(data_overrides(data)) if data else {"data.kind": model.recipe.data.dump()}
+    path = data_dir or wanted.get("local.data_path")
+    there = load_dataset(parse_part("data", wanted["data.kind"]), Path(path) if path else None)
+    if there.shape != model.shape or there.classes != len(model.class_names):
+        raise DataError(
+            f"{there.name}: images {there.shape} of {there.classes} classes; "
+            f"this model takes {model.shape} and knows {len(model.class_names)} classes"
+        )
+    score = score_model(model, there.test, choose_device(device or "auto"))
+    if as_json:
+        typer.echo(json.dumps({"data": there.name, "rule": model.rule.label, **score.plain()}))
+        return
+    title = f"{model.rule.label} on {there.name}: {100 * score.accuracy:.2f} % of {score.samples:,} test images"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for head in ("class", "%", "most often taken for"):
+        table.add_column(head, justify="right" if head == "%" else "left")
+    for label, (name, value) in enumerate(zip(model.class_names, score.per_class, strict=True)):
+        wrong = [0 if other == label else count for other, count in enumerate(score.confusion[label])]
+        worst = wrong.index(max(wrong))
+        shown = "–" if value is None else f"{100 * value:.1f}"
+        table.add_row(name, shown, f"{model.class_names[worst]} ({wrong[worst]})" if wrong[worst] else "")
+    out.print(table)
+
+
+@app.command()
+def predict(
+    folder: ModelArgument,
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE…", help="Image files.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Say what image files show."""
+    import torch
+
+    model = load_model(folder)
+    probabilities = model.predict(torch.stack([model.read_image(path) for path in images]))
+    for path, row in zip(images, probabilities.tolist(), strict=True):
+        if as_json:
+            told = {"file": str(path), "probabilities": dict(zip(model.class_names, row, strict=True))}
+            typer.echo(json.dumps(told, ensure_ascii=False))
+            continue
+        best = sorted(range(len(row)), key=lambda label: -row[label])[:3]
+        typer.echo(f"{path}: " + ", ".join(f"{model.class_names[label]} {row[label]:.1%}" for label in best))
+
+
+@app.command()
+def export(
+    folder: ModelArgument, target: Annotated[Path, typer.Argument(metavar="FILE.onnx", help="Where to write it.")]
+) -> None:
+    """Write a saved model as ONNX and check it with onnxruntime."""
+    model = load_model(folder)
+    difference = model.to_onnx(target)
+    out.print(
+        f"{target}: images (n, {', '.join(map(str, model.shape))}) in 0…1 → scores (n, {len(model.class_names)})",
+        highlight=False,
+    )
+    out.print(f"onnxruntime gives the model's own scores to within {difference:.2g}", highlight=False)
+
+
+@app.command()
+def methods() -> None:
+    """List the presets."""
+    table = Table()
+    for head in ("name", "alias", "idea"):
+        table.add_column(head)
+    for name, raw in presets().items():
+        about = raw.get("about", {})
+        table.add_row(name, about.get("alias", ""), about.get("idea", ""))
+    out.print(table)
+
+
+def load_model(folder: Path, *, streamed: bool = False) -> GlobalModel:
+    """A model folder, or the model in a run folder."""
+    from oneround.protocol import GlobalModel
+
+    inner = folder / "model"
+    return GlobalModel.load(inner if inner.is_dir() else folder, streamed=streamed)

@@ -1,0 +1,127 @@
+"""Who does the work of training: this process, or several beside it, each training one client at a time.
+
+On a CPU, small networks train fastest one thread per client and clients side by side; on a GPU clients take turns in this
+process. What a client computes does not depend on which: its randomness is its own and its threads are fixed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oneround.acts import train
+from oneround.data import Images
+from oneround.learning import Emit
+from oneround.protocol import Broadcast
+from oneround.recipe import Local
+from oneround.site import Site, choose_device, threads_per_client
+
+
+@dataclass(frozen=True)
+class Job:
+    """Train one client to the end of an epoch and write its upload."""
+
+    client: str
+    samples: NDArray[np.int64]
+    """Which samples of the crew's data it holds."""
+    broadcast: Path
+    upload: Path
+    state: Path
+    until: int
+    local: Local
+
+
+def crew_size(local: Local, parameters: int, clients: int) -> int:
+    """How many clients to train at once."""
+    if choose_device(local.device).type != "cpu":
+        return 1
+    cores = os.cpu_count() or 1
+    return min(clients, local.workers or max(1, cores // threads_per_client(local, parameters)))
+
+
+class Crew:
+    """Workers that take jobs. `size` 1 works in this process."""
+
+    def __init__(self, data: Images, size: int, emit: Emit = lambda event: None) -> None:
+        self.data, self.size, self.emit = data, size, emit
+        self._pool: ProcessPoolExecutor | None = None
+        self._listener: threading.Thread | None = None
+
+    def __enter__(self) -> Crew:
+        if self.size > 1:
+            spawn = multiprocessing.get_context("spawn")
+            self._events = spawn.SimpleQueue()
+            shared = Images(self.data.pixels.share_memory_(), self.data.labels.share_memory_())
+            self._pool = ProcessPoolExecutor(self.size, spawn, initializer=_begin, initargs=(shared, self._events))
+            self._listener = threading.Thread(target=self._listen, daemon=True)
+            self._listener.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._pool is not None:
+            if kind is not None:
+                for process in list((self._pool._processes or {}).values()):
+                    process.kill()
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._events.put(None)
+            assert self._listener is not None
+            self._listener.join(timeout=5)
+
+    def submit(self, job: Job) -> Future[str]:
+        """The client's name, when its upload is written."""
+        if self._pool is not None:
+            return self._pool.submit(_work, job)
+        done: Future[str] = Future()
+        done.set_result(_train(job, self.data, self.emit))
+        return done
+
+    def _listen(self) -> None:
+        while (event := self._events.get()) is not None:
+            self.emit(event)
+
+
+def _train(job: Job, data: Images, emit: Emit) -> str:
+    site = Site(job.client, data.take(job.samples), job.state, job.local)
+    train(_broadcast(job.broadcast), site, job.until, emit).write(job.upload)
+    return job.client
+
+
+@lru_cache(maxsize=2)
+def _broadcast(path: Path) -> Broadcast:
+    """A broadcast is written once, before the first job that names it."""
+    return Broadcast.read(path)
+
+
+_data: Images
+_emit: Callable[[dict[str, Any]], None]
+
+
+def _begin(data: Images, events: Any) -> None:
+    """First thing in a worker process."""
+    global _data, _emit
+    _data, _emit = data, events.put
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    """A killed parent must not leave workers behind that write into its run folder."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work(job: Job) -> str:
+    return _train(job, _data, _emit)

@@ -1,0 +1,63 @@
+"""Pictures of a run: who holds what, and accuracy over local training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from oneround.data import Split
+
+
+def draw_partition(split: Split, class_names: Sequence[str], path: Path, title: str) -> None:
+    """Class × client as circles whose area is the number of samples, with the numbers where they can be read."""
+    clients, classes = split.counts.shape
+    figure = Figure(figsize=(min(2.4 + 0.42 * classes, 40), min(1.6 + 0.42 * clients, 60)), layout="constrained")
+    axes = figure.subplots()
+    largest = max(int(split.counts.max()), 1)
+    client, label = np.nonzero(split.counts)
+    count = split.counts[client, label]
+    axes.scatter(label, client, s=420 * count / largest + 4, color="#3b6ea5", alpha=0.75, linewidths=0)
+    if clients * classes <= 600:
+        for y, x, n in zip(client, label, count, strict=True):
+            axes.annotate(str(n), (float(x), float(y)), ha="center", va="center", fontsize=6)
+    axes.set_xticks(
+        range(classes),
+        class_names if classes <= 50 else [str(label) for label in range(classes)],
+        rotation=90 if classes > 10 else 30,
+        fontsize=7,
+    )
+    names = [f"{number} ({size})" if size else f"{number} (empty)" for number, size in enumerate(split.sizes)]
+    axes.set_yticks(range(clients), names, fontsize=7 if clients <= 60 else 4)
+    axes.set(xlabel="class", ylabel="client (samples)", xlim=(-0.7, classes - 0.3), ylim=(clients - 0.3, -0.7))
+    axes.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def draw_accuracy(
+    curves: Mapping[str, Sequence[Mapping[int, float]]],
+    path: Path,
+    title: str,
+    reference: Mapping[str, float] | None = None,
+) -> None:
+    """Accuracy against local epochs: a thick line per rule for the mean, thin ones for each run behind it."""
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for name, runs in curves.items():
+        epochs = sorted(set.intersection(*(set(run) for run in runs)))
+        mean = [100 * float(np.mean([run[epoch] for run in runs])) for epoch in epochs]
+        (line,) = axes.plot(epochs, mean, marker="o", markersize=3, linewidth=2, label=name)
+        if len(runs) > 1:
+            for run in runs:
+                axes.plot(
+                    epochs, [100 * run[epoch] for epoch in epochs], color=line.get_color(), linewidth=0.6, alpha=0.4
+                )
+    for name, value in (reference or {}).items():
+        axes.axhline(100 * value, color="black", linestyle="--", linewidth=1, label=name)
+    axes.set(xlabel="local epochs before the one upload", ylabel="test accuracy, %", ylim=(0, 100))
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=7, loc="lower right")
+    axes.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=150)

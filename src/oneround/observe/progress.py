@@ -1,0 +1,105 @@
+"""What a person sees while a run works: its size first, then bars with the time left, then each snapshot's accuracy."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from oneround.observe.words import duration
+
+
+class Live:
+    """Turns events into a display; on a terminal bars, elsewhere plain lines."""
+
+    def __init__(self, console: Console, *, every_snapshot: bool = True) -> None:
+        self.console, self.every_snapshot = console, every_snapshot
+        self.bars = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
+            TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True,
+        )  # fmt: skip
+        self.current: TaskID | None = None
+        self.central: TaskID | None = None
+        self.partial: dict[str, int] = {}
+        self.started: float | None = None
+        self.first = 0.0
+        self.told_time = False
+        self.epochs = 1
+
+    def __enter__(self) -> Live:
+        self.bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bars.stop()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+    def emit(self, event: dict[str, Any]) -> None:
+        """Take one event of a run."""
+        kind = event["event"]
+        if kind == "plan":
+            self._announce(event)
+        elif kind == "centralised":
+            self.central = self.bars.add_task("all data together", total=event["steps"])
+        elif kind in ("steps", "epoch"):
+            self._advance(event)
+        elif kind == "snapshot":
+            if self.every_snapshot or event["epoch"] == self.epochs:
+                best = sorted(event["accuracy"].items(), key=lambda item: -item[1])
+                shown = ", ".join(f"{name} {100 * value:.1f}" for name, value in best)
+                self.say(f"  {self._name(event)}epoch {event['epoch']}: {shown}")
+            if self.current is not None:
+                total = self.bars.tasks[self.current].total or 0
+                done = max(self.bars.tasks[self.current].completed, total * event["epoch"] / self.epochs)
+                self.bars.update(self.current, completed=done)
+
+    def _announce(self, event: dict[str, Any]) -> None:
+        for line in event["lines"]:
+            self.say(line)
+        self.epochs = event["epochs"]
+        self.current = self.bars.add_task(f"{self._name(event)}training", total=event["steps"])
+        self.started, self.told_time = None, False
+
+    def _advance(self, event: dict[str, Any]) -> None:
+        """Epochs count whole, steps of an epoch under way count as they come."""
+        client = event["client"]
+        task = self.central if client == "centralised" else self.current
+        if task is None:
+            return
+        before = self.partial.get(client, 0)
+        if event["event"] == "epoch":
+            self.bars.advance(task, event["steps"] - before)
+            self.partial[client] = 0
+        else:
+            self.bars.advance(task, event["done"] - before)
+            self.partial[client] = event["done"]
+        self._tell_time(task)
+
+    def _tell_time(self, task: TaskID) -> None:
+        """Once a few steps are done, say how long the run will take; needed where no bar is drawn."""
+        bar = self.bars.tasks[task]
+        if self.told_time or task != self.current or not bar.total:
+            return
+        if self.started is None:
+            self.started, self.first = time.monotonic(), bar.completed  # what came before was starting up
+            return
+        elapsed, done = time.monotonic() - self.started, bar.completed - self.first
+        if elapsed > 3 and done >= 5:
+            self.told_time = True
+            self.say(f"  about {duration(elapsed * (bar.total - bar.completed) / done)} left at this pace")
+
+    @staticmethod
+    def _name(event: dict[str, Any]) -> str:
+        return f"partition {event['partition']}: " if "partition" in event else ""

@@ -1,0 +1,72 @@
+"""Tables for people: on the terminal and in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rich.table import Table
+
+from oneround.observe.statistics import Summary
+
+
+class Row(Protocol):
+    """One line of a comparison: accuracies in percent over partitions, and their paired difference to a baseline."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def accuracy(self) -> Summary: ...
+    @property
+    def difference(self) -> Summary | None: ...
+
+
+def _difference(difference: Summary | None) -> str:
+    if difference is None:
+        return ""
+    if difference.margin is None:
+        return f"{difference.mean:+.1f}"
+    return f"{difference.mean:+.1f} ± {difference.margin:.1f}{'' if difference.distinguishable else ' (n.d.)'}"
+
+
+def terminal_table(rows: Sequence[Row], title: str, baseline: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
+    table.caption = (
+        f"minus {baseline}: difference on the same partition, mean ± 95 % interval; n.d.: not distinguishable "
+        f"with {len(rows[0].accuracy.values)} partitions"
+    )
+    for head in ("rule", "mean", "range", f"minus {baseline}"):
+        table.add_column(head, justify="left" if head == "rule" else "right", no_wrap=True)
+    for row in rows:
+        shown = f"{row.accuracy.low:.1f} – {row.accuracy.high:.1f}"
+        table.add_row(row.name, f"{row.accuracy.mean:.1f}", shown, _difference(row.difference))
+    return table
+
+
+def markdown_table(rows: Sequence[Row], baselines: Mapping[str, Mapping[str, Summary]]) -> str:
+    """With every partition's value, and the paired differences to each baseline."""
+    heads = ["rule", "mean ± 95 %", "each partition", *(f"minus {name}" for name in baselines)]
+    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    for row in rows:
+        accuracy = row.accuracy
+        margin = f" ± {accuracy.margin:.1f}" if accuracy.margin is not None else ""
+        each = " ".join(f"{value:.1f}" for value in accuracy.values)
+        differences = [_difference(found.get(row.name)) for found in baselines.values()]
+        lines.append("| " + " | ".join([row.name, f"{accuracy.mean:.1f}{margin}", each, *differences]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def score_table(rules: Mapping[str, float], clients: Mapping[str, float]) -> Table:
+    """One run: every rule, then the clients alone."""
+    table = Table(title="test accuracy", title_justify="left", title_style="bold")
+    table.add_column("rule or client", no_wrap=True)
+    table.add_column("%", justify="right")
+    for name, value in rules.items():
+        table.add_row(name, f"{100 * value:.2f}")
+    table.add_section()
+    shown = sorted(clients.items(), key=lambda item: -item[1])
+    for name, value in shown[:10]:
+        table.add_row(f"{name} alone", f"{100 * value:.2f}")
+    if len(shown) > 10:
+        table.add_row(f"{len(shown) - 10} more clients", f"≤ {100 * shown[10][1]:.2f}")
+    return table

@@ -1,0 +1,190 @@
+"""What a run is: its folder on disk, what it is about to do, and what it found."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oneround import acts
+from oneround.crew import crew_size
+from oneround.data import Dataset, Split, partitions
+from oneround.errors import ProtocolError, RunError
+from oneround.learning.batches import steps_per_epoch
+from oneround.observe.environment import device_name
+from oneround.observe.log import MetricsLog
+from oneround.observe.words import size_in_words
+from oneround.protocol import Broadcast, UploadFolder, blob
+from oneround.reading import load
+from oneround.recipe import Recipe
+from oneround.site import choose_device, threads_per_client
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run keeps everything."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def broadcast(self) -> Path:
+        return self.path / "broadcast.safetensors"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @cached_property
+    def metrics(self) -> MetricsLog:
+        return MetricsLog(self.path / "metrics.jsonl")
+
+    def upload(self, client: str) -> Path:
+        return self.path / "uploads" / f"{client}.safetensors"
+
+    def state(self, client: str) -> Path:
+        return self.path / "clients" / client
+
+    def write_json(self, name: str, content: Any) -> None:
+        blob.write_durably(self.path / name, json.dumps(content, indent=1, ensure_ascii=False).encode())
+
+    def read_recipe(self, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
+        """The recipe the run was begun with."""
+        if not self.recipe.is_file():
+            raise ProtocolError(f"{self.path}: not a run folder (no recipe.yaml in it)")
+        return load(self.recipe, overrides)
+
+    def uploads(self) -> UploadFolder:
+        """The uploads that are there, checked when read."""
+        broadcast = Broadcast.read(self.broadcast)
+        paths = sorted((self.path / "uploads").glob("*.safetensors"))
+        if not paths:
+            raise ProtocolError(f"{self.path}: no uploads yet; go on with oneround run {self.path} --resume")
+        return UploadFolder(paths, broadcast, acts.statistics_of(broadcast))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time; the lock goes with the process, however it ends."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise RunError(
+                    f"{self.path}: another process is running here; wait for it or choose another --out"
+                ) from None
+            yield
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is about to do, known before it starts."""
+
+    recipe: Recipe
+    data: Dataset
+    split: Split
+    broadcast: Broadcast
+
+    @staticmethod
+    def of(recipe: Recipe, data: Dataset) -> Plan:
+        settled = acts.settle(recipe, data)
+        split = partitions.of(settled.partition).split(data, settled.seeds.partition)
+        return Plan(settled, data, split, acts.prepare(settled, data.class_names, data.shape))
+
+    @property
+    def clients(self) -> dict[str, int]:
+        """Clients that have data, by name, with their number in the partition."""
+        width = max(3, len(str(len(self.split.clients) - 1)))
+        return {f"client_{number:0{width}d}": number for number, size in enumerate(self.split.sizes) if size}
+
+    @property
+    def steps(self) -> int:
+        training = self.recipe.training
+        return training.epochs * sum(steps_per_epoch(size, training) for size in self.split.sizes)
+
+    @property
+    def parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.broadcast.weights.values())
+
+    @property
+    def upload_bytes(self) -> int:
+        asked = acts.statistics_of(self.broadcast)
+        return self.broadcast.size + 4 * sum(int(torch.Size(shape).numel()) for shape in asked.values())
+
+    @property
+    def stops(self) -> list[int]:
+        """Epochs after which uploads are fused and scored; the last is the end."""
+        epochs, every = self.recipe.training.epochs, self.recipe.snapshots
+        return sorted({*(range(every, epochs, every) if every else ()), epochs})
+
+    def lines(self) -> list[str]:
+        """The run's size in words: samples, steps, parameters, bytes, device."""
+        recipe, clients, local = self.recipe, self.clients, self.recipe.local
+        assert recipe.model.encoder is not None
+        sizes = [self.split.sizes[number] for number in clients.values()]
+        shown = ", ".join(f"{size:,}" for size in sizes[:10]) + (
+            f", … ({min(sizes):,} to {max(sizes):,})" if len(sizes) > 10 else ""
+        )
+        down, up = self.broadcast.size, self.upload_bytes
+        device, at_once = choose_device(local.device), crew_size(local, self.parameters, len(clients))
+        how = (
+            f"{at_once} at once, {threads_per_client(local, self.parameters)} thread(s) each"
+            if device.type == "cpu"
+            else "one after another"
+        )
+        channels, height, width = self.data.shape
+        return [
+            f"{recipe.method} on {self.data.name}: {len(self.data.train):,} training and {len(self.data.test):,} test images "
+            f"({channels}×{height}×{width}, {self.data.classes} classes), {recipe.partition.label}, seed {recipe.seeds.partition}",
+            f"  {len(clients)} clients with {shown} samples",
+            f"  {recipe.model.encoder.label}: {self.parameters:,} parameters; {recipe.training.epochs} epochs, {self.steps:,} steps "
+            f"of up to {recipe.training.batch_size} samples × 2 views",
+            f"  network: {size_in_words(down)} down and {size_in_words(up)} up per client, {size_in_words(len(clients) * (down + up))} in all",
+            f"  on {device_name(device)}: clients {how}",
+            *(f"  note: {remark}" for remark in self.split.remarks()),
+        ]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run found."""
+
+    folder: Path
+    rules: Mapping[str, float]
+    """Test accuracy of every fusion rule on the same uploads."""
+    clients: Mapping[str, float]
+    """Test accuracy of every client alone."""
+    curves: Mapping[str, Mapping[int, float]]
+    """Accuracy of every rule after so many local epochs."""
+    partition: str
+    remarks: tuple[str, ...]
+
+    @staticmethod
+    def read(folder: Path) -> Result:
+        path = folder / "result.json"
+        if not path.is_file():
+            raise RunError(
+                f"{folder}: no finished run here (no result.json); go on with oneround run {folder} --resume"
+            )
+        told = json.loads(path.read_text(encoding="utf-8"))
+        curves: dict[str, dict[int, float]] = {}
+        for event in MetricsLog(folder / "metrics.jsonl"):
+            if event.get("event") == "snapshot":
+                curves.setdefault(event["rule"], {})[event["epoch"]] = event["accuracy"]
+        rules = {name: score["accuracy"] for name, score in told["rules"].items()}
+        clients = {name: score["accuracy"] for name, score in told["clients"].items()}
+        return Result(folder, rules, clients, curves, told["partition"], tuple(told["remarks"]))
