@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from oneround.data import Dataset
 from oneround.errors import ProtocolError
 from oneround.fusion import Rule, rules
-from oneround.learning import Emit, Learner
+from oneround.learning import Emit, Learner, silent
 from oneround.models import PrototypeNet, initialise
 from oneround.protocol import Broadcast, GlobalModel, Upload
 from oneround.protocol.messages import Shapes
@@ -49,7 +49,7 @@ def prepare(recipe: Recipe, class_names: tuple[str, ...], shape: tuple[int, int,
     return Broadcast(recipe.federated, class_names, shape, net.weights())
 
 
-def train(broadcast: Broadcast, site: Site, until: int | None = None, emit: Emit = lambda event: None) -> Upload:
+def train(broadcast: Broadcast, site: Site, until: int | None = None, emit: Emit = silent) -> Upload:
     """Site: train on its own data (to the end, or to the end of epoch `until`), resuming what its folder holds."""
     with site.arithmetic(sum(tensor.numel() for tensor in broadcast.weights.values())):
         learner = Learner(broadcast, site, emit)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from oneround.acts import train
 from oneround.data import Images
-from oneround.learning import Emit
+from oneround.learning import Emit, silent
 from oneround.protocol import Broadcast
 from oneround.recipe import Local
 from oneround.site import Site, choose_device, threads_per_client
@@ -53,7 +53,7 @@ def crew_size(local: Local, parameters: int, clients: int) -> int:
 class Crew:
     """Workers that take jobs. `size` 1 works in this process."""
 
-    def __init__(self, data: Images, size: int, emit: Emit = lambda event: None) -> None:
+    def __init__(self, data: Images, size: int, emit: Emit = silent) -> None:
         self.data, self.size, self.emit = data, size, emit
         self._pool: ProcessPoolExecutor | None = None
         self._listener: threading.Thread | None = None
@@ -92,8 +92,9 @@ class Crew:
 
 
 def _train(job: Job, data: Images, emit: Emit) -> str:
-    site = Site(job.client, data.take(job.samples), job.state, job.local)
-    train(_broadcast(job.broadcast), site, job.until, emit).write(job.upload)
+    site, broadcast = Site(job.client, data.take(job.samples), job.state, job.local), _broadcast(job.broadcast)
+    final = job.until == broadcast.recipe.training.epochs
+    train(broadcast, site, job.until, emit).write(job.upload, flush=final)  # a lost snapshot is trained again
     return job.client
 
 

@@ -138,7 +138,7 @@ class Federated(Strict):
     objective: Objective = Field(default_factory=dict, validate_default=True)
     fusion: list[Annotated[Part, In("fusion")]] = Field(default=["iffi"], validate_default=True, min_length=1)
     """Fusion rules: the first makes the global model, the others are scored beside it on the same uploads."""
-    snapshots: Annotated[int, Field(ge=0)] = 5
+    snapshots: Annotated[int, Field(ge=0)] = 10
     """Fuse and score what an upload would give every so many epochs; 0: only at the end."""
     evaluation: Evaluation = Evaluation()
 
@@ -163,7 +163,9 @@ class Local(Strict):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Training arithmetic; auto: bf16 autocast on a GPU that has it, fp32 elsewhere."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the network; auto: on a GPU when the run is long enough to pay for it."""
+    """Compile the network; auto: on a GPU, when the run is long enough to win back the time it takes."""
+    record: bool = True
+    """Record the training step as a CUDA graph and replay it (GPU only)."""
     deterministic: bool = False
     """Bit-equal repeats on a GPU (slower). On a CPU repeats are bit-equal anyway for a fixed number of threads."""
     threads: Count | None = None

@@ -24,7 +24,8 @@ from oneround.crew import Crew, Job, crew_size
 from oneround.data import Dataset, load_dataset
 from oneround.errors import RecipeError, RunError
 from oneround.evaluate import Score, score_uploads
-from oneround.learning import Emit
+from oneround.learning import Emit, silent
+from oneround.learning.step import compile_pays
 from oneround.observe import pictures
 from oneround.observe.environment import environment
 from oneround.protocol import Upload, UploadFolder, blob
@@ -33,10 +34,6 @@ from oneround.runs import Plan, Result, RunFolder
 from oneround.site import Site, choose_device
 
 log = logging.getLogger("oneround")
-
-
-def silent(event: dict[str, Any]) -> None:
-    """No one is watching."""
 
 
 def run(
@@ -98,6 +95,8 @@ def _begin(place: RunFolder, plan: Plan) -> None:
 def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit) -> None:
     recipe, clients = plan.recipe, plan.clients
     site = Site("server", folder=place.path, local=recipe.local)
+    compiled = compile_pays(recipe.local, site.device, plan.steps)  # clients on one device share what is compiled
+    local = recipe.local.model_copy(update={"compile": "on" if compiled else "off"})
     rules = {rule.label: rule for rule in acts.rules_of(recipe)}
     scored = _scored(place, set(rules))
     scores: dict[str, Score] = {}
@@ -114,7 +113,7 @@ def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit) -> No
                     place.upload(name),
                     place.state(name),
                     stop,
-                    recipe.local,
+                    local,
                 )
             )
             for name, number in sorted(clients.items(), key=lambda item: -plan.split.sizes[item[1]])

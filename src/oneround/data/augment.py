@@ -1,12 +1,17 @@
 """Random views of images, drawn per sample and computed in batches on the device.
 
 The random numbers are drawn first (`draw`, on the CPU, from a named generator) and the views are a pure function of images
-and numbers (`views`): a CPU and a GPU make the same views, a test can choose the numbers, and the function compiles.
+and numbers (`views`): a CPU and a GPU make the same views, and a test can choose the numbers.
+
+A view is two linear maps. The crop, its enlargement and the mirror are an interpolation matrix on either side of the image.
+Brightness, contrast, saturation, hue and greyscale are one 3×3 matrix and an offset on its colours: brightness scales all,
+contrast scales what differs from the image's mean luminance, saturation scales and hue turns the chroma (the plane of YIQ).
+Taken without rounding to 0…1 in between they commute, so their order does not matter; the result is clamped once.
 """
 
 from __future__ import annotations
 
-import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -14,11 +19,11 @@ from torch import Tensor
 from oneround.recipe import Augment
 
 # What each column of a draw decides.
-AREA, RATIO, LEFT, TOP, FLIP, JITTER, BRIGHTNESS, CONTRAST, SATURATION, HUE, ORDER, GREY = range(12)
-COLUMNS = 12
-_GREY = (0.299, 0.587, 0.114)
-_ORDERS = list(itertools.permutations(range(4)))
+AREA, RATIO, LEFT, TOP, FLIP, JITTER, BRIGHTNESS, CONTRAST, SATURATION, HUE, GREY = range(11)
+COLUMNS = 11
 MEAN, STD = 0.5, 0.5
+_LUMA = (0.299, 0.587, 0.114)
+_YIQ = (_LUMA, (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
 
 
 def draw(samples: int, generator: torch.Generator, *, per_batch: bool = False) -> Tensor:
@@ -33,11 +38,7 @@ def views(pixels: Tensor, numbers: Tensor, options: Augment) -> Tensor:
 
     pixels (n, channels, height, width) uint8, numbers (n, COLUMNS) in [0, 1) → (n, channels, height, width) normalised.
     """
-    images = crop(pixels.float() / 255, numbers, options)
-    jittered = _jitter(images, numbers, options)
-    images = torch.where(_column(numbers, JITTER) < options.jitter, jittered, images)
-    if images.shape[1] == 3:
-        images = torch.where(_column(numbers, GREY) < options.greyscale, _grey(images), images)
+    images = recolour(crop(pixels.float() / 255, numbers, options), numbers, options)
     return (images - MEAN) / STD
 
 
@@ -66,51 +67,39 @@ def _interpolation(start: Tensor, length: Tensor, flip: Tensor, size: int) -> Te
     return (1 - (source[:, :, None] - pixel).abs()).clamp(min=0)
 
 
-def _jitter(images: Tensor, numbers: Tensor, options: Augment) -> Tensor:
-    """Brightness, contrast, saturation and hue, each sample with its own strengths in its own order."""
-    colour = images.shape[1] == 3
-    strengths = torch.tensor([options.brightness, options.contrast, options.saturation], device=images.device)
-    factors = 1 + (2 * numbers[:, BRIGHTNESS : SATURATION + 1] - 1) * strengths
-    turn = _column(numbers, HUE, ndim=3) * (2 * options.hue) - options.hue
-    orders = torch.tensor(_ORDERS, device=images.device)[(numbers[:, ORDER] * len(_ORDERS)).long().clamp(max=23)]
-    for place in range(4):
-        step = orders[:, place, None, None, None]
-        grey = _grey(images)
-        mean = grey.mean((1, 2, 3), keepdim=True)
-        other = torch.where(step == 0, torch.zeros_like(mean), torch.where(step == 1, mean, grey))
-        factor = factors.gather(1, orders[:, place, None].clamp(max=2))[:, :, None, None]
-        blended = (other + factor * (images - other)).clamp(0, 1)
-        turned = _turn_hue(images, turn) if colour and options.hue else images
-        images = torch.where(step == 3, turned, blended)
-    return images
-
-
-def _grey(images: Tensor) -> Tensor:
-    """Luminance, in as many channels as the image has."""
-    if images.shape[1] == 1:
-        return images
-    red, green, blue = images.unbind(1)
-    return (_GREY[0] * red + _GREY[1] * green + _GREY[2] * blue)[:, None].expand_as(images)
-
-
-def _turn_hue(images: Tensor, turn: Tensor) -> Tensor:
-    """Rotate the hue by `turn` (a fraction of the circle), keeping saturation and value of the HSV model."""
-    red, green, blue = images.unbind(1)
-    value, low = images.amax(1), images.amin(1)
-    spread = value - low
-    safe = torch.where(spread == 0, torch.ones_like(spread), spread)
-    hue = torch.where(
-        value == red,
-        (green - blue) / safe,
-        torch.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe),
+def recolour(images: Tensor, numbers: Tensor, options: Augment) -> Tensor:
+    """Brightness, contrast, saturation, hue and greyscale of images in 0…1, as one linear map per image."""
+    apply = numbers[:, JITTER] < options.jitter
+    strengths = {BRIGHTNESS: options.brightness, CONTRAST: options.contrast, SATURATION: options.saturation}
+    brightness, contrast, saturation = (
+        torch.where(apply, 1 + strength * (2 * numbers[:, column] - 1), 1.0) for column, strength in strengths.items()
     )
-    hue = hue + 6 * turn
-    channels = []
-    for offset in (5, 3, 1):
-        phase = torch.remainder(offset + hue, 6)
-        channels.append(value - spread * torch.minimum(phase, 4 - phase).clamp(0, 1))
-    return torch.stack(channels, 1)
+    gain = brightness * contrast
+    if images.shape[1] == 1:
+        offset = (brightness - gain) * images.mean((1, 2, 3))
+        return (gain[:, None, None, None] * images + offset[:, None, None, None]).clamp(0, 1)
+    grey = numbers[:, GREY] < options.greyscale
+    chroma = torch.where(grey, 0.0, gain * saturation)
+    turn = torch.where(apply, 2 * math.pi * options.hue * (2 * numbers[:, HUE] - 1), 0.0)
+    along, across = chroma * turn.cos(), chroma * turn.sin()
+    # The map is M = gain·(luma part) + along·(chroma part) + across·(chroma turned a quarter): three constant matrices.
+    luma, plane, quarter = _colour_matrices(images.device)
+    matrix = gain[:, None, None] * luma + along[:, None, None] * plane + across[:, None, None] * quarter
+    mean_luma = images.mean((2, 3)) @ luma[0]
+    offset = (brightness - gain) * mean_luma
+    return (torch.einsum("nij,njhw->nihw", matrix, images) + offset[:, None, None, None]).clamp(0, 1)
 
 
-def _column(numbers: Tensor, column: int, ndim: int = 4) -> Tensor:
-    return numbers[:, column].reshape(-1, *[1] * (ndim - 1))
+_constants: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+
+
+def _colour_matrices(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """RGB → RGB: the grey part of a colour, its chroma, and its chroma turned by a quarter circle; (3, 3) each."""
+    if device not in _constants:
+        yiq = torch.tensor(_YIQ, dtype=torch.float64)
+        back = torch.linalg.inv(yiq)
+        luma = back @ torch.diag(torch.tensor([1.0, 0, 0]).double()) @ yiq
+        plane = torch.eye(3).double() - luma
+        quarter = back @ torch.tensor([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]]).double() @ yiq
+        _constants[device] = (luma.float().to(device), plane.float().to(device), quarter.float().to(device))
+    return _constants[device]

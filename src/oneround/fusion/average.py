@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oneround.fusion.rule import Rule, rules
 from oneround.models import Inference, Single
-from oneround.models.prototype import blank
+from oneround.models.prototype import filled
 from oneround.protocol import Broadcast, Upload
 from oneround.recipe import Federated
 
@@ -29,8 +29,7 @@ class Average(Rule):
         self, shards: Sequence[dict[str, Tensor]], recipe: Federated, channels: int, classes: int, streamed: bool
     ) -> Inference:
         assert recipe.model.encoder is not None
-        net = blank(recipe.model.encoder, channels, classes)
-        net.load_state_dict(shards[0])
+        net = filled(recipe.model.encoder, channels, classes, shards[0])
         return Single(net.eval().requires_grad_(False))
 
 

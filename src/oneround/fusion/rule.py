@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oneround.models import Ensemble, Expert, Inference
 from oneround.models.inference import Seen, Totals
-from oneround.models.prototype import blank
+from oneround.models.prototype import filled
 from oneround.parts import Part, Slot
 from oneround.protocol import Broadcast, Upload
 from oneround.protocol.messages import Shapes
@@ -65,12 +65,14 @@ class EnsembleRule(Rule):
         def build(tensors: dict[str, Tensor]) -> Expert:
             encoder = recipe.model.encoder
             assert encoder is not None
+            weights = {name.removeprefix("net."): value for name, value in tensors.items() if name.startswith("net.")}
             statistics = {
                 name.removeprefix("statistic_"): value
                 for name, value in tensors.items()
                 if name.startswith("statistic_")
             }
-            expert = Expert(blank(encoder, channels, classes), tensors["samples"], tensors["class_counts"], statistics)
+            net = filled(encoder, channels, classes, weights)
+            expert = Expert(net, tensors["samples"], tensors["class_counts"], statistics)
             expert.load_state_dict(tensors)
             return expert.eval().requires_grad_(False)
 
@@ -111,14 +113,10 @@ def expert_of(upload: Upload, broadcast: Broadcast, device: torch.device) -> Exp
     """A client's network ready to see images, with its answer to a noise image that is the same for all."""
     encoder = broadcast.recipe.model.encoder
     assert encoder is not None
-    net = blank(encoder, broadcast.shape[0], broadcast.classes)
-    net.load_state_dict(upload.weights)
-    expert = (
-        Expert(net, torch.tensor(upload.samples), upload.class_counts, upload.statistics)
-        .to(device)
-        .eval()
-        .requires_grad_(False)
-    )
+    net = filled(encoder, broadcast.shape[0], broadcast.classes, upload.weights)
+    expert = Expert(net, torch.tensor(upload.samples), upload.class_counts, upload.statistics)
+    layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
+    expert.to(device, memory_format=layout).eval().requires_grad_(False)  # type: ignore[call-overload]
     noise = torch.randn(1, *broadcast.shape, generator=generator(broadcast.recipe.seeds.initialisation, "noise image"))
     expert.noise_feature.copy_(expert.net.encoder(noise.to(device))[0])
     return expert

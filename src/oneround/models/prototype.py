@@ -31,15 +31,23 @@ class PrototypeNet(nn.Module):
         }
 
 
-def blank(part: Part, channels: int, classes: int) -> PrototypeNet:
-    """The network's shape, to be filled with weights that came in a message."""
+def build(part: Part, channels: int, classes: int) -> PrototypeNet:
+    """The network with its layers' own random weights."""
     return PrototypeNet(encoders.of(part).build(channels), classes)
+
+
+def filled(part: Part, channels: int, classes: int, weights: dict[str, Tensor]) -> PrototypeNet:
+    """The network with weights that came in a message; no time is spent on random ones first."""
+    with torch.device("meta"):
+        net = build(part, channels, classes)
+    net.load_state_dict(weights, assign=True)
+    return net
 
 
 def initialise(part: Part, channels: int, classes: int, seed: int) -> PrototypeNet:
     """A fresh network: the encoder by its layers' own rules, prototypes N(0, 1); depends on the seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "encoder"))
-        net = blank(part, channels, classes)
+        net = build(part, channels, classes)
     nn.init.normal_(net.prototypes, generator=generator(seed, "prototypes"))
     return net

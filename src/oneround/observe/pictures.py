@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from oneround.data import Split
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure  # half a second; only runs that draw pay for it
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def draw_partition(split: Split, class_names: Sequence[str], path: Path, title: str) -> None:
     """Class × client as circles whose area is the number of samples, with the numbers where they can be read."""
     clients, classes = split.counts.shape
-    figure = Figure(figsize=(min(2.4 + 0.42 * classes, 40), min(1.6 + 0.42 * clients, 60)), layout="constrained")
+    figure = _figure(min(2.4 + 0.42 * classes, 40), min(1.6 + 0.42 * clients, 60))
     axes = figure.subplots()
     largest = max(int(split.counts.max()), 1)
     client, label = np.nonzero(split.counts)
@@ -43,7 +52,7 @@ def draw_accuracy(
     reference: Mapping[str, float] | None = None,
 ) -> None:
     """Accuracy against local epochs: a thick line per rule for the mean, thin ones for each run behind it."""
-    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    figure = _figure(7.2, 4.2)
     axes = figure.subplots()
     for name, runs in curves.items():
         epochs = sorted(set.intersection(*(set(run) for run in runs)))

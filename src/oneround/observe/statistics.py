@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy import stats
+from scipy.special import stdtrit
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Summary:
     def margin(self) -> float | None:
         if len(self.values) < 2:
             return None
-        return float(stats.t.ppf(0.975, len(self.values) - 1) * stats.sem(self.values))
+        count = len(self.values)
+        return float(stdtrit(count - 1, 0.975)) * statistics.stdev(self.values) / math.sqrt(count)
 
     @property
     def distinguishable(self) -> bool:

@@ -49,8 +49,9 @@ def markdown_table(rows: Sequence[Row], baselines: Mapping[str, Mapping[str, Sum
     lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
     for row in rows:
         accuracy = row.accuracy
-        margin = f" ± {accuracy.margin:.1f}" if accuracy.margin is not None else ""
-        each = " ".join(f"{value:.1f}" for value in accuracy.values)
+        measured = len(set(accuracy.values)) > 1  # the centralised bound is one training, the same for all partitions
+        margin = f" ± {accuracy.margin:.1f}" if accuracy.margin and measured else ""
+        each = " ".join(f"{value:.1f}" for value in accuracy.values) if measured else ""
         differences = [_difference(found.get(row.name)) for found in baselines.values()]
         lines.append("| " + " | ".join([row.name, f"{accuracy.mean:.1f}{margin}", each, *differences]) + " |")
     return "\n".join(lines) + "\n"

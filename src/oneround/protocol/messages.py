@@ -114,8 +114,8 @@ class Upload:
         }
         return blob.pack("upload", self._tensors(), manifest)
 
-    def write(self, path: Path) -> None:
-        blob.write_durably(path, self.pack())
+    def write(self, path: Path, *, flush: bool = True) -> None:
+        blob.write_durably(path, self.pack(), flush=flush)
 
     @staticmethod
     def unpack(raw: bytes, broadcast: Broadcast, statistics: Shapes, where: str = "upload") -> Upload:

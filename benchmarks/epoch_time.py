@@ -1,0 +1,121 @@
+"""How fast local training is: samples per second, seconds per epoch over all clients, share of the device's own
+matrix-product rate.
+
+    python benchmarks/epoch_time.py --data cifar10 --data-dir data            # the reference setting, on a GPU
+    python benchmarks/epoch_time.py --data digits --model cnn --batch-size 64 # on a laptop
+
+Trains with the program's own `train` act, epoch-major over all clients of partition 1 at α = 0.05 (5 clients, ResNet-18,
+batch 512, two views). The rate it is compared with is measured in the same run: an 8192³ bf16 product on a GPU, a 2048³
+fp32 product on a CPU. Operations are counted as three forward passes (forward, gradient of input, gradient of weights) of
+the encoder's multiply-adds: 3.34 GFLOP per view for ResNet-18 at 32 pixels. Augmentation, losses, optimiser and clipping
+are inside the time and outside the count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+
+def seconds_since_process_start() -> float:
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def matrix_product_rate(device, torch) -> float:
+    """Median FLOP/s of square products of random matrices."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    times = []
+    for _ in range(13):
+        start = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(times[3:])
+
+
+def forward_flops(encoder, shape, torch) -> int:
+    """Floating-point operations of one image through the convolutions and linear layers."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        encoder.eval()(torch.zeros(1, *shape))
+    return counter.get_total_flops()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="cifar10")
+    parser.add_argument("--data-dir")
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--epochs", type=int, default=6, help="the first is reported apart; the median is of the rest")
+    parser.add_argument("--samples", type=int, help="train on the first so many samples only")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    options = parser.parse_args()
+
+    import torch
+
+    from oneround import acts
+    from oneround.data import load_dataset, partitions
+    from oneround.models.prototype import build
+    from oneround.observe.environment import environment
+    from oneround.reading import load, parse_override
+    from oneround.site import Site
+
+    recipe = load("fafi", [
+        ("data.kind", options.data), ("local.data_path", options.data_dir), ("model.encoder.kind", options.model),
+        ("training.batch_size", options.batch_size), ("training.epochs", options.epochs), ("fusion", ["iffi"]), ("local.compile", "on" if torch.cuda.is_available() else "off"),
+        *(parse_override(text) for text in options.sets),
+    ])  # fmt: skip
+    data = load_dataset(recipe.data, recipe.local.data_path)
+    recipe = acts.settle(recipe, data)
+    split = partitions.of(recipe.partition).split(data, recipe.seeds.partition)
+    clients = [index[: options.samples] for index in split.clients if len(index)]
+    broadcast = acts.prepare(recipe, data.class_names, data.shape)
+    device = Site("", local=recipe.local).device
+    views = 2 * sum(len(index) for index in clients)
+    per_view = 3 * forward_flops(build(recipe.model.encoder, data.shape[0], data.classes).encoder, data.shape, torch)
+
+    rows, first = [], 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        for epoch in range(1, options.epochs + 1):
+            start, training = time.perf_counter(), 0.0
+            for number, index in enumerate(clients):
+                site = Site(f"client_{number:03d}", data.train.take(index), Path(folder) / str(number), recipe.local)
+                training += acts.train(broadcast, site, until=epoch).history[-1]["seconds"]
+            rows.append({"epoch": epoch, "training": training, "with_state_on_disk": time.perf_counter() - start})
+            first = first or seconds_since_process_start()
+            print(
+                f"epoch {epoch}: {training:.3f} s training, {rows[-1]['with_state_on_disk']:.3f} s with idle clients on disk",
+                flush=True,
+            )
+
+    rate = matrix_product_rate(device, torch)
+    median = statistics.median(row["training"] for row in rows[1:] or rows)
+    figures = {
+        "device": environment(device)["device"], "commit": environment(device)["commit"], "torch": torch.__version__,
+        "data": data.name, "model": recipe.model.encoder.label, "clients": len(clients), "samples": views // 2,
+        "compiled": recipe.local.compile, "recorded": recipe.local.record, "bf16": Site("", local=recipe.local).bf16, "epochs": rows,
+        "seconds_per_epoch": median, "samples_per_second": views / 2 / median, "gflop_per_view": per_view / 1e9,
+        "matrix_product_tflops": rate / 1e12, "share_of_matrix_product_rate": per_view * views / median / rate,
+        "seconds_from_process_start_to_first_epoch": first,
+    }  # fmt: skip
+    if device.type == "cuda":
+        figures["peak_device_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    print(json.dumps({key: value for key, value in figures.items() if key != "epochs"}, indent=1))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
