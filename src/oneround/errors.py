@@ -30,6 +30,12 @@ class RunError(OneroundError):
     exit_code = 1
 
 
+class Interrupted(RunError):
+    """The user stopped the run."""
+
+    exit_code = 130
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` when something close is known, else an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

@@ -16,8 +16,8 @@ from torch import Tensor
 from oneround.data import Images
 from oneround.fusion import EnsembleRule, Rule
 from oneround.fusion.rule import expert_of
-from oneround.models import Ensemble
-from oneround.models.inference import Totals
+from oneround.models import Ensemble, Expert
+from oneround.models.inference import Combine, Totals
 from oneround.protocol import Broadcast, GlobalModel, Upload
 from oneround.protocol.model import preprocessing
 
@@ -73,15 +73,9 @@ def score_uploads(
     totals: dict[str, list[Totals | None]] = {name: [None] * parts for name in together}
     alone: dict[str, Score] = {}
     for upload in uploads:
-        expert = expert_of(upload, broadcast, device)
-        answers = []
-        for part, images in enumerate(_chunks(test, device, mean, std)):
-            seen = expert.see(images)
-            answers.append(seen.logits)
-            for name, rule in together.items():
-                totals[name][part] = rule.add(totals[name][part], seen)
-        alone[upload.client] = Score.of(torch.cat(answers), test.labels, broadcast.classes)
-        del expert, upload
+        answers = _look(expert_of(upload, broadcast, device), together, totals, _chunks(test, device, mean, std))
+        alone[upload.client] = Score.of(answers, test.labels, broadcast.classes)
+        del upload  # before the next one is read
     scores = {}
     for name, each in rules.items():
         if name in together:
@@ -94,16 +88,29 @@ def score_uploads(
     return scores, alone
 
 
+def _look(
+    expert: Expert, rules: Mapping[str, Combine], totals: dict[str, list[Totals | None]], chunks: Iterator[Tensor]
+) -> Tensor:
+    """Let one expert see every image: fold what it sees into every rule's totals, return its own answers."""
+    answers = []
+    for part, images in enumerate(chunks):
+        seen = expert.see(images)
+        answers.append(seen.logits)
+        for name, rule in rules.items():
+            totals[name][part] = rule.add(totals[name][part], seen)
+    return torch.cat(answers)
+
+
 @torch.inference_mode()
 def score_model(model: GlobalModel, test: Images, device: torch.device) -> Score:
     """A model's score; a streamed ensemble reads each of its networks once."""
     if isinstance(model.inference, Ensemble):
         rule = model.inference.rule
-        sums: list[Totals | None] = [None] * -(-len(test) // CHUNK)
+        totals: dict[str, list[Totals | None]] = {"": [None] * -(-len(test) // CHUNK)}
         for expert in model.inference.experts:
-            for part, images in enumerate(_chunks(test, device, model.mean, model.std)):
-                sums[part] = rule.add(sums[part], expert.to(device).see(images))
-        outcome = [rule.scores(total) for total in sums if total is not None]
+            _look(expert.to(device), {"": rule}, totals, _chunks(test, device, model.mean, model.std))
+            del expert
+        outcome = [rule.scores(sums) for sums in totals[""] if sums is not None]
     else:
         inference = model.inference.to(device)
         outcome = [inference(images) for images in _chunks(test, device, model.mean, model.std)]

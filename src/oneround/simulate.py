@@ -22,7 +22,7 @@ from typing import Any
 from oneround import acts
 from oneround.crew import Crew, Job, crew_size
 from oneround.data import Dataset, load_dataset
-from oneround.errors import RecipeError, RunError
+from oneround.errors import Interrupted, RecipeError, RunError
 from oneround.evaluate import Score, score_uploads
 from oneround.learning import Emit, silent
 from oneround.learning.step import compile_pays
@@ -51,14 +51,17 @@ def run(
         raise RecipeError(f"{folder}: there is a run here already; go on with --resume, or choose another --out")
     data = data or load_dataset(recipe.data, recipe.local.data_path)
     plan = Plan.of(recipe, data)
+    announcement = {"event": "plan", "lines": plan.lines(), "steps": plan.steps, "epochs": plan.recipe.training.epochs}
     with place.locked(), _logging(folder):
         _begin(place, plan)
-        emit({"event": "plan", "lines": plan.lines(), "steps": plan.steps, "epochs": plan.recipe.training.epochs})
+        emit(announcement)
         if not place.result.exists():
             size = crew_size(plan.recipe.local, plan.parameters, len(plan.clients))
             try:
                 with nullcontext(crew) if crew else Crew(data.train, size, emit) as workers:
                     _train_and_score(place, plan, workers, emit)
+            except KeyboardInterrupt:
+                raise Interrupted(f"interrupted; go on with oneround run {folder} --resume") from None
             except BrokenProcessPool:
                 raise RunError(
                     f"{folder}: a training process died (out of memory?); go on with oneround run {folder} --resume, perhaps with --set local.workers=1"

@@ -13,13 +13,10 @@ from oneround.errors import OneroundError
 
 
 def main() -> None:
-    """Entry point: an error a user can put right is one line and exit code 2; an interrupt says how to go on."""
+    """Entry point: an error a user can put right is one line and its exit code."""
     try:
         app()
     except OneroundError as error:
         for line in str(error).splitlines():
             err.print(f"[bold red]error:[/] {escape(line)}", highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        err.print("interrupted; what was trained is kept, go on with --resume", highlight=False)
-        sys.exit(130)

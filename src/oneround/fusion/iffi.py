@@ -21,7 +21,7 @@ class Iffi(EnsembleRule):
     """Features averaged by sample count, against the mean of the prototypes."""
 
     def add(self, totals: Totals | None, seen: Seen) -> Totals:
-        return _fold(totals, seen, seen.expert.samples.expand(len(seen.features), 1))
+        return _fold(totals, seen, seen.expert.samples[None, None])
 
     def scores(self, totals: Totals) -> Tensor:
         return _against_mean_prototypes(totals)

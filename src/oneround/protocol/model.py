@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -96,7 +97,8 @@ class GlobalModel(nn.Module):
             "preprocessing": {"scale": "0…1", "mean": self.mean, "std": self.std},
             "shards": shards,
         }
-        blob.write_durably(folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False).encode())
+        whole = {**manifest, "sha256": _checksum(manifest)}
+        blob.write_durably(folder / MANIFEST, json.dumps(whole, indent=1, ensure_ascii=False).encode())
 
     @staticmethod
     def load(folder: Path, *, streamed: bool = False) -> GlobalModel:
@@ -110,6 +112,8 @@ class GlobalModel(nn.Module):
                 raise ProtocolError(
                     f"{path}: refused, {manifest['kind']} of format {manifest['format']}; this version reads format {blob.FORMAT}"
                 )
+            if manifest.pop("sha256") != _checksum(manifest):
+                raise ProtocolError(f"{path}: refused, its content does not match its checksum")
             recipe = parse_federated(manifest["recipe"])
             rule = slot("fusion").parse(manifest["rule"])
             channels, height, width = manifest["shape"]
@@ -148,10 +152,15 @@ class GlobalModel(nn.Module):
         onnx.helper.set_model_props(written, {"class_names": json.dumps(list(self.class_names)), "input": "floats 0…1"})
         onnx.save(written, str(path))
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        checked = torch.cat([example, example.flip(2)])[:5]  # another batch size than the one it was traced with
         with torch.inference_mode():
-            ours = model(example).numpy()
-        theirs: Any = session.run(None, {"images": example.numpy()})[0]
+            ours = model(checked).numpy()
+        theirs: Any = session.run(None, {"images": checked.numpy()})[0]
         return float(np.abs(ours - theirs).max())
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 class ShardFolder(Sequence[dict[str, Tensor]]):

@@ -1,0 +1,104 @@
+"""What only a GPU can show: repeats are bit-equal when asked, recording a step changes nothing, a part that cannot be
+recorded still trains, a CPU and a GPU agree, and a batch that does not fit is answered with one that does.
+
+    python benchmarks/gpu_checks.py
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oneround import acts
+from oneround.data import dataset_from_arrays
+from oneround.errors import RunError
+from oneround.learning import Batch, Term, terms
+from oneround.protocol import Broadcast, Upload
+from oneround.reading import change, load
+from oneround.recipe import Local
+from oneround.site import Site
+
+random = torch.Generator().manual_seed(0)
+images = torch.randint(0, 256, (2048, 3, 32, 32), dtype=torch.uint8, generator=random)
+labels = torch.randint(0, 10, (2048,), generator=random)
+data = dataset_from_arrays("noise", images, labels, images[:64], labels[:64])
+
+
+@terms.register("impatient")
+class Impatient(Term):
+    """A term that reads a value back from the device, which no recording allows."""
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        return batch.unit.square().sum() * (0.0 if math.isfinite(batch.unit.sum().item()) else 1.0)
+
+
+def broadcast(**changes: Any) -> Broadcast:
+    recipe = load("fafi", [("model.encoder", "resnet18"), ("training.epochs", 2), ("training.batch_size", 128)])
+    recipe = acts.settle(change(recipe, {key.replace("__", "."): value for key, value in changes.items()}), data)
+    return acts.prepare(recipe, data.class_names, data.shape)
+
+
+def train(sent: Broadcast, folder: Path | None = None, until: int | None = None, **local: Any) -> Upload:
+    return acts.train(sent, Site("site", data.train, folder, Local(compile="off", **local)), until)
+
+
+def difference(a: Upload, b: Upload) -> float:
+    """Relative distance of the weights."""
+    names = [name for name, value in a.weights.items() if value.is_floating_point()]
+    apart = sum(float((a.weights[name] - b.weights[name]).double().square().sum()) for name in names)
+    return math.sqrt(apart / sum(float(a.weights[name].double().square().sum()) for name in names))
+
+
+def check(name: str, holds: bool, figure: object) -> None:
+    print(f"{'ok  ' if holds else 'FAIL'} {name}: {figure}", flush=True)
+    if not holds:
+        raise SystemExit(1)
+
+
+def main() -> None:
+    print(torch.cuda.get_device_name(), torch.__version__)
+    sent = broadcast()
+    exact = train(sent, deterministic=True)
+    check(
+        "deterministic repeats are bit-equal",
+        train(sent, deterministic=True).content == exact.content,
+        exact.content[:16],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        train(sent, Path(folder), until=1, deterministic=True)
+        check(
+            "stopped and resumed is bit-equal",
+            train(sent, Path(folder), deterministic=True).content == exact.content,
+            "",
+        )
+    plain = difference(exact, train(sent, deterministic=True, record=False))
+    check("recorded steps are the plain steps", plain < 1e-6, plain)
+    few = broadcast(training__batch_size=32, training__epochs=1)
+    small = Site("site", data.train.take(torch.arange(64)))
+    both = [
+        acts.train(few, Site("site", small.data, local=Local(device=device, precision="fp32", compile="off")))
+        for device in ("cpu", "cuda")
+    ]
+    check("a CPU and a GPU agree after two steps", difference(*both) < 5e-3, difference(*both))
+    odd = broadcast(objective__terms={**load("fafi").plain()["objective"]["terms"], "impatient": {}})
+    check("a part that cannot be recorded still trains", difference(train(odd, deterministic=True), exact) < 1e-2, "")
+
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(3e9 / total)
+    try:
+        train(broadcast(training__batch_size=2048))
+        check("a batch that does not fit is refused", False, "it fitted")
+    except RunError as error:
+        fits = int(str(error).rsplit("=", 1)[1].rstrip(")"))
+        check("a batch that does not fit is refused", 1 <= fits < 2048, error)
+    torch.cuda.empty_cache()
+    check("the batch size it names fits", train(broadcast(training__batch_size=fits)).epoch == 2, fits)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Does memory grow with the number of clients? Peak of a ResNet-18 run with 20 and with 200 clients, one step each.
+
+    python benchmarks/memory.py --out results/memory.json        # 8×8 digits; needs about 20 GB of disk for a while
+
+Each run is a process of its own: one epoch of one step per client, uploads written, scored by IFFI, fused and saved. Prints
+the peak of host memory (and of device memory on a GPU) of both, and the growth in network sizes per client added.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+FEW, MANY, SAMPLES = 20, 200, 4
+
+
+def one_run(clients: int, folder: Path, device: str) -> None:
+    import torch
+
+    from oneround.data import load_dataset
+    from oneround.observe.environment import environment
+    from oneround.protocol import Broadcast
+    from oneround.reading import load
+    from oneround.simulate import run
+    from oneround.site import choose_device
+
+    recipe = load("fafi", [
+        ("model.encoder", "resnet18"), ("training.epochs", 1), ("training.batch_size", SAMPLES), ("fusion", ["iffi"]),
+        ("partition.kind", "iid"), ("partition.clients", clients), ("local.device", device), ("local.workers", 1),
+    ])  # fmt: skip
+    digits = load_dataset(recipe.data)
+    data = replace(digits, train=digits.train.take(torch.arange(SAMPLES * clients)))
+    run(recipe, folder, data=data)
+    weights = Broadcast.read(folder / "broadcast.safetensors").weights
+    print(json.dumps({
+        "clients": clients,
+        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "device_peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() and device != "cpu" else None,
+        "network_bytes": sum(tensor.numel() * tensor.element_size() for tensor in weights.values()),
+        "environment": environment(choose_device(device)),
+    }))  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", nargs=2, metavar=("CLIENTS", "FOLDER"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        one_run(int(options.one[0]), Path(options.one[1]), options.device)
+        return
+    peaks = {}
+    for clients in (FEW, MANY):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, __file__, "--device", options.device, "--one", str(clients), f"{folder}/run"]
+            told = subprocess.run(command, check=True, capture_output=True, text=True)
+            peaks[clients] = json.loads(told.stdout.splitlines()[-1])
+    network, added = peaks[FEW]["network_bytes"], MANY - FEW
+    figures: dict[str, object] = {"environment": peaks[FEW].pop("environment"), "network_bytes": network, "limit": 0.1}
+    peaks[MANY].pop("environment")
+    for place in ("host", "device"):
+        few, many = peaks[FEW][f"{place}_peak_bytes"], peaks[MANY][f"{place}_peak_bytes"]
+        if few is None:
+            continue
+        growth = (many - few) / (added * network)
+        figures[place] = {f"{FEW}_clients": few, f"{MANY}_clients": many, "networks_per_client_added": growth}
+        print(f"{place}: {few / 1e6:.0f} MB with {FEW} clients, {many / 1e6:.0f} MB with {MANY}: "
+              f"{growth:.4f} networks of {network / 1e6:.0f} MB per client added (limit 0.1)")  # fmt: skip
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What several tests share: real digits, small recipes, and sites that train in no time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from oneround import acts
+from oneround.data import Dataset, dataset_from_arrays, load_dataset, partitions
+from oneround.protocol import Broadcast, Upload
+from oneround.reading import load
+from oneround.recipe import Recipe
+from oneround.site import Site
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def digits() -> Dataset:
+    return load_dataset(load("fafi").data)
+
+
+def small_recipe(**changes: Any) -> Recipe:
+    """FAFI on digits with a narrow network and one epoch, changed by `a__b=value`."""
+    base = {"model.encoder": {"kind": "cnn", "width": 4}, "training.epochs": 1, "training.batch_size": 64}
+    given = {key.replace("__", "."): value for key, value in changes.items()}
+    return load("fafi", [*{**base, **given}.items()])
+
+
+def labelled(labels: Any, classes: int | None = None, groups: Any = None) -> Dataset:
+    """A data set that is all labels: blank images."""
+    labels = np.asarray(labels)
+    names = tuple(str(label) for label in range(classes or max(int(labels.max()) + 1, 2)))
+    blank = np.zeros((len(labels), 8, 8), np.uint8)
+    return dataset_from_arrays("labels", blank, labels, blank[:1], labels[:1], class_names=names, group_train=groups)
+
+
+@pytest.fixture(scope="session")
+def federation(digits: Dataset) -> tuple[Recipe, Broadcast, list[Upload]]:
+    """A trained federation of three clients on digits, with every built-in rule's statistics."""
+    recipe = acts.settle(small_recipe(partition__clients=3, partition__alpha=0.3, training__epochs=2), digits)
+    split = partitions.of(recipe.partition).split(digits, 1)
+    broadcast = acts.prepare(recipe, digits.class_names, digits.shape)
+    uploads = [
+        acts.train(broadcast, Site(f"client_{k}", digits.train.take(index))) for k, index in enumerate(split.clients)
+    ]
+    return recipe, broadcast, uploads
+
+
+@pytest.fixture()
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fresh current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -1,0 +1,122 @@
+"""Partitions: the seeds' own ones rebuilt to the sample, and what must hold for every one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import labelled
+from oneround.data import Dataset, Split, partitions
+from oneround.errors import RecipeError
+
+CIFAR_LABELS = np.repeat(np.arange(10), 5000)
+
+
+def split(data: Dataset, seed: int = 1, **options: object) -> Split:
+    return partitions.parse(options).split(data, seed)
+
+
+def test_the_partition_of_seed_002() -> None:
+    found = split(labelled(CIFAR_LABELS), kind="dirichlet", alpha=0.05, clients=5)
+    assert found.sizes == [15274, 13309, 4729, 9738, 6950]
+    assert found.counts[0].tolist() == [3651, 0, 4858, 2, 1764, 0, 0, 0, 0, 4999]
+    assert found.shared == 0
+
+
+def test_the_overlapping_partition_of_seed_000() -> None:
+    found = split(labelled(CIFAR_LABELS), kind="dirichlet-overlap", alpha=0.05, clients=5)
+    assert sum(found.sizes) == 82_695
+    assert found.shared > 0
+    assert "SHARE" in found.remarks()[0]
+    assert all(len(set(client.tolist())) == len(client) for client in found.clients)
+
+
+RULES = st.one_of(
+    st.builds(dict, kind=st.just("dirichlet"), alpha=st.sampled_from([1e-6, 1e-3, 0.05, 0.5, 100.0])),
+    st.builds(dict, kind=st.just("quantity-skew"), alpha=st.sampled_from([1e-6, 0.1, 1.0])),
+    st.builds(dict, kind=st.just("iid")),
+)
+LABELS = st.lists(st.integers(0, 5), min_size=12, max_size=150)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rule=RULES, labels=LABELS, clients=st.integers(1, 12), seed=st.integers(0, 2**32 - 1))
+def test_every_sample_goes_to_exactly_one_client(
+    rule: dict[str, object], labels: list[int], clients: int, seed: int
+) -> None:
+    data = labelled(labels, classes=6)
+    found = split(data, seed, clients=clients, **rule)
+    assert len(found.clients) == clients
+    assert sorted(np.concatenate(found.clients).tolist()) == list(range(len(labels)))
+    assert found.counts.sum() == len(labels)
+    assert found.counts.sum(0).tolist() == np.bincount(labels, minlength=6).tolist()
+    assert found.empty == [k for k, size in enumerate(found.sizes) if size == 0]
+    again = split(data, seed, clients=clients, **rule)
+    assert again.digest == found.digest
+
+
+def test_another_seed_is_another_partition() -> None:
+    data = labelled(np.arange(300) % 5)
+    assert split(data, 1, kind="dirichlet").digest != split(data, 2, kind="dirichlet").digest
+
+
+def test_the_digest_covers_the_data() -> None:
+    labels = np.arange(300) % 5
+    assert split(labelled(labels), kind="iid").digest != split(labelled(labels[::-1].copy()), kind="iid").digest
+
+
+@settings(max_examples=60, deadline=None)
+@given(clients=st.integers(1, 12), each=st.integers(1, 6), seed=st.integers(0, 10**6))
+def test_shards_hold_so_many_labels(clients: int, each: int, seed: int) -> None:
+    data = labelled(np.arange(240) % 6)
+    if clients * each < 6:
+        with pytest.raises(RecipeError, match="labels_per_client"):
+            split(data, seed, kind="shards", clients=clients, labels_per_client=each)
+        return
+    found = split(data, seed, kind="shards", clients=clients, labels_per_client=each)
+    assert sorted(np.concatenate(found.clients).tolist()) == list(range(240))
+    assert ((found.counts > 0).sum(1) == each).all()
+
+
+def test_shards_ask_for_no_more_labels_than_there_are() -> None:
+    with pytest.raises(RecipeError, match="labels_per_client = 7: must be ≤ 6"):
+        split(labelled(np.arange(240) % 6), kind="shards", labels_per_client=7)
+
+
+def test_natural_keeps_groups_together() -> None:
+    groups = np.repeat(["a", "b", "c", "d"], [10, 20, 30, 60])
+    data = labelled(np.arange(120) % 3, groups=groups)
+    found = split(data, kind="natural")
+    assert sorted(found.sizes) == [10, 20, 30, 60]
+    two = split(data, kind="natural", clients=2)
+    assert two.sizes == [60, 60]
+    for client in two.clients:
+        mine = set(groups[client])
+        assert all(set(np.flatnonzero(groups == name)) <= set(client.tolist()) for name in mine)
+    with pytest.raises(RecipeError, match="must be ≤ 4, the number of groups"):
+        split(data, kind="natural", clients=5)
+    with pytest.raises(RecipeError, match="no group ids"):
+        split(labelled([0, 1, 2]), kind="natural")
+
+
+def test_a_minimum_is_honoured_or_refused_with_a_reason() -> None:
+    data = labelled(np.arange(1000) % 10)
+    assert min(split(data, 6, kind="dirichlet", alpha=0.05).sizes) < 20
+    assert min(split(data, 6, kind="dirichlet", alpha=0.05, minimum=20).sizes) >= 20
+    with pytest.raises(RecipeError, match=r"minimum = 201: .* must be ≤ 200"):
+        split(data, kind="iid", clients=5, minimum=201)
+    with pytest.raises(RecipeError, match=r"no draw of 1000 gave every client that many \(best: \d+\)"):
+        split(data, kind="dirichlet", alpha=1e-6, clients=50, minimum=1)
+
+
+def test_more_clients_than_samples_are_refused() -> None:
+    with pytest.raises(RecipeError, match="clients = 13: must be ≤ 12"):
+        split(labelled([0, 1] * 6), kind="iid", clients=13)
+
+
+def test_an_empty_client_is_said() -> None:
+    found = split(labelled([0, 1] * 6), kind="dirichlet", alpha=1e-6, clients=5)
+    assert len(found.empty) >= 3
+    assert str(found.empty[0]) in found.remarks()[0]

@@ -1,0 +1,220 @@
+"""Local training: every sample is used, randomness is its own, a killed client goes on where it was, odd clients train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import small_recipe
+from oneround import acts
+from oneround.data import Dataset
+from oneround.errors import RunError
+from oneround.learning.batches import batches, steps_per_epoch
+from oneround.learning.loop import learning_rate
+from oneround.learning.memory import fitting
+from oneround.protocol import Broadcast, Upload
+from oneround.recipe import Training
+from oneround.site import Site
+
+
+def prepared(digits: Dataset, **changes: object) -> Broadcast:
+    return acts.prepare(acts.settle(small_recipe(**changes), digits), digits.class_names, digits.shape)
+
+
+def some(digits: Dataset, n: int) -> Site:
+    return Site("site", digits.train.take(torch.arange(n)))
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(samples=st.integers(0, 300), size=st.integers(1, 80), last=st.sampled_from(["wrap", "keep", "drop"]))
+def test_batches(samples: int, size: int, last: str) -> None:
+    training = Training(batch_size=size, last_batch=last)
+    plan = batches(samples, training, torch.Generator().manual_seed(1))
+    assert len(plan) == steps_per_epoch(samples, training)
+    used = torch.cat(plan).tolist() if plan else []
+    if samples <= size:
+        assert [len(index) for index in plan] == ([samples] if samples else [])
+    elif last == "keep":
+        assert all(len(index) == size for index in plan[:-1]) and 0 < len(plan[-1]) <= size
+    else:
+        assert all(len(index) == size for index in plan)
+    if last == "drop" and samples > size:
+        assert len(set(used)) == len(used) == samples // size * size
+    else:
+        assert set(used) == set(range(samples))
+    if last == "wrap" and samples > size:
+        assert used[samples:] == used[: len(used) - samples]
+
+
+# --- randomness ------------------------------------------------------------------------------------------------------
+
+
+def test_training_repeats_bit_for_bit_and_follows_its_seed(digits: Dataset) -> None:
+    broadcast = prepared(digits, training__epochs=2)
+    first, second = (acts.train(broadcast, some(digits, 100)) for _ in range(2))
+    assert first.content == second.content
+    other = prepared(digits, training__epochs=2, seeds__training=2)
+    third = acts.train(other, some(digits, 100))
+    assert not torch.equal(first.weights["prototypes"], third.weights["prototypes"])
+
+
+def test_clients_differ_though_their_data_is_the_same(digits: Dataset) -> None:
+    broadcast = prepared(digits)
+    a, b = (acts.train(broadcast, Site(name, digits.train.take(torch.arange(100)))) for name in ("a", "b"))
+    assert not torch.equal(a.weights["prototypes"], b.weights["prototypes"])
+
+
+def test_another_client_in_between_changes_nothing(digits: Dataset, tmp_path: Path) -> None:
+    broadcast = prepared(digits, training__epochs=2)
+    alone = acts.train(broadcast, some(digits, 100))
+    site = Site("site", digits.train.take(torch.arange(100)), tmp_path / "site")
+    acts.train(broadcast, site, until=1)
+    acts.train(broadcast, Site("other", digits.train.take(torch.arange(100, 400)), tmp_path / "other"), until=1)
+    assert acts.train(broadcast, site).content == alone.content
+
+
+@pytest.mark.parametrize("restart", [True, False])
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_stopped_and_resumed_is_the_same_as_undisturbed(
+    digits: Dataset, tmp_path: Path, restart: bool, schedule: str
+) -> None:
+    broadcast = prepared(digits, training__epochs=4, training__restart_optimizer=restart, training__schedule=schedule)
+    whole = acts.train(broadcast, some(digits, 150))
+    site = Site("site", digits.train.take(torch.arange(150)), tmp_path)
+    parts = [acts.train(broadcast, site, until=epoch) for epoch in (1, 3, 4)]
+    assert [part.epoch for part in parts] == [1, 3, 4]
+    assert parts[-1].content == whole.content
+    timeless = [
+        [{k: v for k, v in entry.items() if k != "seconds"} for entry in told.history] for told in (parts[-1], whole)
+    ]
+    assert timeless[0] == timeless[1] and len(timeless[0]) == 4
+
+
+def test_momentum_is_really_kept_or_forgotten(digits: Dataset) -> None:
+    kept, forgot = (
+        acts.train(prepared(digits, training__epochs=2, training__restart_optimizer=restart), some(digits, 150))
+        for restart in (False, True)
+    )
+    assert not torch.equal(kept.weights["prototypes"], forgot.weights["prototypes"])
+
+
+def test_a_state_of_another_recipe_is_refused(digits: Dataset, tmp_path: Path) -> None:
+    site = Site("site", digits.train.take(torch.arange(100)), tmp_path)
+    acts.train(prepared(digits, training__epochs=2), site, until=1)
+    with pytest.raises(RunError, match=r"state\.safetensors: state of another client or recipe"):
+        acts.train(prepared(digits, training__epochs=3), site, until=2)
+
+
+# --- odd clients -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("index", [[7], [3, 3], list(range(30))])
+def test_a_client_with_one_sample_one_class_or_less_than_a_batch_trains(
+    digits: Dataset, norm: str, index: list[int]
+) -> None:
+    broadcast = prepared(digits, model__encoder={"kind": "cnn", "width": 4, "norm": norm}, training__epochs=2)
+    upload = acts.train(broadcast, Site("odd", digits.train.take(torch.tensor(index))))
+    assert upload.samples == len(index)
+    moved = upload.weights["prototypes"] - broadcast.weights["prototypes"]
+    assert float(moved.abs().max()) > 0
+    again = Upload.unpack(upload.pack(), broadcast, acts.statistics_of(broadcast))
+    assert again.content == upload.content
+
+
+def test_one_class_only(digits: Dataset) -> None:
+    ones = torch.nonzero(digits.train.labels == 1).flatten()
+    upload = acts.train(prepared(digits), Site("ones", digits.train.take(ones)))
+    assert upload.class_counts.tolist() == [0, len(ones), 0, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_no_data_is_said(digits: Dataset) -> None:
+    with pytest.raises(RunError, match="empty: no data to train on"):
+        acts.train(prepared(digits), Site("empty", digits.train.take(torch.tensor([], dtype=torch.int64))))
+
+
+@pytest.mark.parametrize("kind", ["resnet18", "mobilenet-v2"])
+def test_large_encoders_train_a_step(digits: Dataset, kind: str) -> None:
+    upload = acts.train(prepared(digits, model__encoder=kind), some(digits, 4))
+    assert upload.history[0]["steps"] == 1
+
+
+# --- what is learned -------------------------------------------------------------------------------------------------
+
+
+def test_training_lowers_every_trained_term(digits: Dataset) -> None:
+    upload = acts.train(prepared(digits, training__epochs=8), some(digits, 400))
+    for name in ("loss", "cross-entropy", "supervised-contrastive"):
+        assert upload.history[-1][name] < 0.9 * upload.history[0][name], name
+
+
+def test_gradients_are_clipped(digits: Dataset) -> None:
+    """With a tiny norm allowed the weights hardly move; without clipping they do."""
+    broadcast = {norm: prepared(digits, training__clip_norm=norm) for norm in (1e-6, 0.0)}
+    moved = {}
+    for norm, each in broadcast.items():
+        upload = acts.train(each, some(digits, 100))
+        moved[norm] = float((upload.weights["prototypes"] - each.weights["prototypes"]).norm())
+    assert moved[1e-6] < 1e-5 < 1e-2 < moved[0.0]
+
+
+def test_a_loss_that_is_not_finite_stops_with_what_to_do(digits: Dataset) -> None:
+    broadcast = prepared(digits, training__learning_rate=1e30, training__clip_norm=0.0, training__epochs=5)
+    with pytest.raises(RunError, match=r"site: the loss is not finite in epoch \d; lower training.learning_rate"):
+        acts.train(broadcast, some(digits, 200))
+
+
+def test_the_learning_rate_over_the_whole_training() -> None:
+    training = Training(learning_rate=0.4, schedule="cosine")
+    assert [round(learning_rate(training, p), 6) for p in (0, 0.5, 1)] == [0.4, 0.2, 0.0]
+    assert learning_rate(Training(learning_rate=0.4), 0.9) == 0.4
+
+
+def test_compiled_training_learns_the_same(digits: Dataset) -> None:
+    from oneround.recipe import Local
+
+    broadcast = prepared(digits, training__batch_size=50)
+    data = digits.train.take(torch.arange(100))
+    plain, compiled = (acts.train(broadcast, Site("site", data, local=Local(compile=how))) for how in ("off", "on"))
+    for name, value in plain.weights.items():
+        assert torch.allclose(value.float(), compiled.weights[name].float(), atol=1e-4), name
+
+
+def test_initial_weights_from_a_file(digits: Dataset, tmp_path: Path) -> None:
+    import safetensors.torch
+
+    from oneround.errors import ProtocolError
+    from oneround.reading import change
+
+    recipe = acts.settle(small_recipe(seeds__initialisation=7), digits)
+    given = acts.prepare(recipe, digits.class_names, digits.shape).weights
+    encoder = {name.removeprefix("encoder."): value for name, value in given.items() if name.startswith("encoder.")}
+    other = change(recipe, {"seeds.initialisation": 8, "local.initial_weights": str(tmp_path / "start.safetensors")})
+    for content, full in ((given, True), (encoder, False)):
+        safetensors.torch.save_file(content, tmp_path / "start.safetensors")
+        made = acts.prepare(other, digits.class_names, digits.shape).weights
+        assert torch.equal(made["encoder.convolutions.1.weight"], given["encoder.convolutions.1.weight"])
+        assert torch.equal(made["prototypes"], given["prototypes"]) == full
+    wrong = {**encoder, "convolutions.1.weight": torch.zeros(2, 2)}
+    for content, words in (
+        (wrong, r"convolutions.1.weight is \(2, 2\)"),
+        ({"a": torch.zeros(1)}, "encoder.a is not part"),
+    ):
+        safetensors.torch.save_file(content, tmp_path / "start.safetensors")
+        with pytest.raises(ProtocolError, match=words):
+            acts.prepare(other, digits.class_names, digits.shape)
+    (tmp_path / "start.safetensors").write_bytes(b"junk")
+    with pytest.raises(ProtocolError, match="not a readable safetensors file"):
+        acts.prepare(other, digits.class_names, digits.shape)
+
+
+def test_which_batch_would_fit() -> None:
+    assert fitting(room=1000, fixed=100, per_sample=1) == 512
+    assert fitting(room=10, fixed=100, per_sample=1) == 1

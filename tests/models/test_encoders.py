@@ -1,0 +1,92 @@
+"""Encoders: the published sizes, every image size and norm, weights that depend on the seed alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from oneround.models import encoders, initialise
+from oneround.models.prototype import build, filled
+
+# Parameters of the published networks without their classifier, for three channels: ResNets with the 3×3 stem for small
+# images (11,173,962, 21,282,122 and 23,520,842 with ten classes), MobileNetV2 (3,504,872 with a thousand).
+PUBLISHED = {
+    "resnet18": (11_173_962 - (512 + 1) * 10, 512),
+    "resnet34": (21_282_122 - (512 + 1) * 10, 512),
+    "resnet50": (23_520_842 - (2048 + 1) * 10, 2048),
+    "mobilenet-v2": (3_504_872 - (1280 + 1) * 1000, 1280),
+}
+
+
+def count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_parameters_and_features_are_the_published_ones(kind: str) -> None:
+    parameters, features = PUBLISHED[kind]
+    encoder = encoders.parse(kind).build(3)
+    assert count(encoder) == parameters
+    assert encoder.features == features
+
+
+@pytest.mark.parametrize("kind", ["cnn", *PUBLISHED])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize(("channels", "size"), [(1, 8), (3, 32), (3, 64), (1, 28)])
+def test_every_encoder_takes_every_size(kind: str, norm: str, channels: int, size: int) -> None:
+    encoder = encoders.parse({"kind": kind, "norm": norm}).build(channels)
+    with torch.no_grad():
+        features = encoder.train()(torch.randn(2, channels, size, size))
+    assert features.shape == (2, encoder.features)
+    assert torch.isfinite(features).all()
+    norms = {type(module) for module in encoder.modules()} & {nn.BatchNorm2d, nn.GroupNorm}
+    assert norms == {nn.BatchNorm2d if norm == "batch" else nn.GroupNorm}
+
+
+def test_resnet_strides_halve_three_times() -> None:
+    shapes = []
+    encoder = encoders.parse("resnet18").build(3)
+    for block in encoder.blocks:
+        block.register_forward_hook(lambda module, given, out: shapes.append(tuple(out.shape[1:])))
+    encoder(torch.randn(1, 3, 32, 32))
+    assert shapes[1::2] == [(64, 32, 32), (128, 16, 16), (256, 8, 8), (512, 4, 4)]
+
+
+def test_mobilenet_keeps_the_resolution_of_small_images() -> None:
+    shapes = []
+    encoder = encoders.parse("mobilenet-v2").build(3)
+    encoder.blocks.register_forward_hook(lambda module, given, out: shapes.append(tuple(out.shape[1:])))
+    encoder(torch.randn(1, 3, 32, 32))
+    assert shapes == [(320, 4, 4)]
+
+
+def test_initial_weights_depend_on_the_seed_alone() -> None:
+    part = encoders.parse("cnn")
+    torch.manual_seed(5)
+    first = initialise(part, 1, 10, seed=1).weights()
+    torch.manual_seed(6)
+    before = torch.get_rng_state()
+    second, other = initialise(part, 1, 10, seed=1).weights(), initialise(part, 1, 10, seed=2).weights()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["encoder.convolutions.0.weight"], other["encoder.convolutions.0.weight"])
+    assert not torch.equal(first["prototypes"], other["prototypes"])
+
+
+def test_prototypes_start_standard_normal() -> None:
+    prototypes = initialise(encoders.parse("resnet18"), 3, 100, seed=1).prototypes
+    assert prototypes.shape == (100, 512)
+    assert abs(float(prototypes.mean())) < 0.02 and abs(float(prototypes.std()) - 1) < 0.02
+
+
+def test_weights_are_a_copy_and_fill_a_network() -> None:
+    part = encoders.parse("cnn")
+    net = build(part, 1, 10)
+    weights = net.weights()
+    with torch.no_grad():
+        net.prototypes.add_(1)
+    assert not torch.equal(weights["prototypes"], net.prototypes)
+    again = filled(part, 1, 10, net.weights()).eval()
+    images = torch.randn(3, 1, 8, 8)
+    assert torch.equal(again(images), net.eval()(images))

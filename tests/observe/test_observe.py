@@ -1,0 +1,94 @@
+"""Statistics, tables, the log, words, seeds."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from scipy import stats
+
+from oneround.observe.log import MetricsLog
+from oneround.observe.progress import Live
+from oneround.observe.statistics import Summary, paired
+from oneround.observe.tables import markdown_table, terminal_table
+from oneround.observe.words import duration, size_in_words
+from oneround.seeds import derive, generator
+from oneround.study import Row
+
+
+def test_intervals_are_scipy_s() -> None:
+    random = np.random.RandomState(0)
+    for n in (2, 3, 10, 40):
+        ours, theirs = random.randn(n) * 5 + 70, random.randn(n) * 5 + 60
+        found = paired(ours, theirs)
+        low, high = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
+        assert np.allclose([found.mean - found.margin, found.mean + found.margin], [low, high])
+        assert found.distinguishable == (stats.ttest_rel(ours, theirs).pvalue < 0.05)
+    assert Summary((3.0,)).margin is None and not Summary((3.0,)).distinguishable
+    with pytest.raises(ValueError, match="shorter"):
+        paired([1.0, 2.0], [1.0])
+
+
+def test_tables_say_when_a_difference_is_not_distinguishable() -> None:
+    base = Row("average", Summary((60.0, 70.0, 65.0)), None)
+    clear = Row("better", Summary((70.1, 80.0, 74.9)), paired([70.1, 80.0, 74.9], [60.0, 70.0, 65.0]))
+    vague = Row("maybe", Summary((59.0, 75.0, 66.0)), paired([59.0, 75.0, 66.0], [60.0, 70.0, 65.0]))
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(terminal_table([base, clear, vague], "title", "average"))
+    text = console.export_text()
+    assert (
+        "+10.0 ± 0.2" in text
+        and "(n.d.)" in text.split("maybe")[1]
+        and "(n.d.)" not in text.split("maybe")[0].split("better")[1]
+    )
+    table = markdown_table([base, clear, vague], {"average": {"better": clear.difference, "maybe": vague.difference}})
+    assert "| better | 75.0 ± 12.3 | 70.1 80.0 74.9 | +10.0 ± 0.2 |" in table
+
+
+def test_the_log_survives_a_torn_line(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    assert list(log) == []
+    log.append([{"event": "epoch", "epoch": 1}, {"event": "epoch", "epoch": 2}])
+    with log.path.open("a") as file:
+        file.write('{"event": "ep')
+    assert [event["epoch"] for event in log] == [1, 2]
+    log.keep(event for event in list(log) if event["epoch"] == 2)
+    assert log.path.read_text() == '{"event": "epoch", "epoch": 2}\n'
+
+
+def test_progress_tells_size_pace_and_snapshots_where_no_bar_is_drawn() -> None:
+    console = Console(record=True, width=120, file=io.StringIO())
+    with Live(console) as live:
+        live.emit({"event": "plan", "lines": ["a run of 100 steps"], "steps": 100, "epochs": 10})
+        live.emit({"event": "steps", "client": "a", "epoch": 1, "done": 2, "of": 10})
+        live.started -= 60
+        live.emit({"event": "epoch", "client": "a", "epoch": 1, "steps": 10})
+        live.emit({"event": "snapshot", "epoch": 1, "accuracy": {"iffi": 0.5, "average": 0.75}})
+    text = console.export_text()
+    assert "a run of 100 steps" in text
+    assert "about 11 min left" in text
+    assert "epoch 1: average 75.0, iffi 50.0" in text
+
+
+def test_words() -> None:
+    assert [duration(seconds) for seconds in (4, 89, 300, 7200)] == ["4 s", "89 s", "5 min", "2.0 h"]
+    assert [size_in_words(count) for count in (12, 1500, 45_000_000, 2.5e12)] == [
+        "12 bytes",
+        "1.5 kB",
+        "45 MB",
+        "2500 GB",
+    ]
+
+
+def test_randomness_belongs_to_its_purpose() -> None:
+    drawn = {
+        tuple(torch.rand(3, generator=generator(1, *who)).tolist())
+        for who in [("a", 1), ("a", 2), ("b", 1), ("a", "1", "x")]
+    }
+    assert len(drawn) == 4
+    assert torch.equal(torch.rand(3, generator=generator(1, "a", 1)), torch.rand(3, generator=generator(1, "a", 1)))
+    assert derive(1, "a") != derive(2, "a") and 0 <= derive(1, "a") < 2**63

@@ -1,0 +1,112 @@
+"""A global model: the same answers after saving, in ONNX, and on image files; damage is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from oneround import acts
+from oneround.data import Dataset
+from oneround.errors import DataError, ProtocolError
+from oneround.fusion import rules
+from oneround.protocol import Broadcast, GlobalModel, Upload
+from oneround.recipe import Recipe
+
+Federation = tuple[Recipe, Broadcast, list[Upload]]
+ALL = sorted(rules.kinds)
+
+
+def model_of(federation: Federation, kind: str) -> GlobalModel:
+    _, broadcast, uploads = federation
+    return acts.fuse(uploads, broadcast, rule=rules.parse(kind))
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_saved_and_loaded_it_answers_the_same(
+    federation: Federation, digits: Dataset, kind: str, tmp_path: Path
+) -> None:
+    model = model_of(federation, kind)
+    wanted = model.predict(digits.test.pixels[:50])
+    assert torch.allclose(wanted.sum(1), torch.ones(50), atol=1e-5)
+    model.save(tmp_path / "model")
+    for streamed in (False, True):
+        again = GlobalModel.load(tmp_path / "model", streamed=streamed)
+        assert torch.equal(again.predict(digits.test.pixels[:50]), wanted)
+        assert (again.class_names, again.shape, again.rule) == (model.class_names, model.shape, model.rule)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_onnx_gives_the_same_scores_for_any_batch(
+    federation: Federation, digits: Dataset, kind: str, tmp_path: Path
+) -> None:
+    import onnxruntime
+
+    model = model_of(federation, kind)
+    assert model.to_onnx(tmp_path / "model.onnx") < 1e-4
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    images = digits.test.pixels[:7].float() / 255
+    with torch.no_grad():
+        ours = model(images).numpy()
+    theirs = session.run(None, {"images": images.numpy()})[0]
+    assert np.abs(ours - theirs).max() < 1e-4
+    names = session.get_modelmeta().custom_metadata_map["class_names"]
+    assert json.loads(names) == list(digits.class_names)
+
+
+def test_an_image_file_is_scaled_and_converted(federation: Federation, digits: Dataset, tmp_path: Path) -> None:
+    model = model_of(federation, "average")
+    exact = digits.test.pixels[3, 0].numpy()
+    Image.fromarray(exact).save(tmp_path / "digit.png")
+    assert torch.equal(model.read_image(tmp_path / "digit.png")[0], digits.test.pixels[3, 0])
+    Image.fromarray(np.stack([exact] * 3, -1)).resize((100, 60)).save(tmp_path / "large.jpg")
+    assert model.read_image(tmp_path / "large.jpg").shape == (1, 8, 8)
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"broken\.png: not a readable image"):
+        model.read_image(tmp_path / "broken.png")
+
+
+def test_a_damaged_model_is_refused(federation: Federation, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model_of(federation, "iffi").save(folder)
+    shard = folder / "shard_001.safetensors"
+    whole, manifest = shard.read_bytes(), (folder / "manifest.json").read_text()
+    for raw in (whole[:-20], bytes([*whole[:-1], whole[-1] ^ 1]), (folder / "shard_000.safetensors").read_bytes()):
+        shard.write_bytes(raw)
+        with pytest.raises(ProtocolError, match=r"shard_001\.safetensors: refused"):
+            GlobalModel.load(folder)
+    shard.unlink()
+    with pytest.raises(ProtocolError, match=r"shard_001\.safetensors: cannot be read"):
+        GlobalModel.load(folder)
+    shard.write_bytes(whole)
+    for text, words in (
+        ("{", "damaged manifest"),
+        (manifest.replace('"format": 1', '"format": 7'), "format 7"),
+        (manifest.replace("cnn", "cnm"), "does not match its checksum"),
+    ):
+        (folder / "manifest.json").write_text(text)
+        with pytest.raises(ProtocolError, match=words):
+            GlobalModel.load(folder)
+    with pytest.raises(ProtocolError, match="not a saved model"):
+        GlobalModel.load(tmp_path)
+
+
+def test_saving_again_leaves_no_old_shards(federation: Federation, tmp_path: Path) -> None:
+    _, broadcast, uploads = federation
+    acts.fuse(uploads, broadcast).save(tmp_path)
+    acts.fuse(uploads[:1], broadcast).save(tmp_path)
+    assert [file.name for file in sorted(tmp_path.glob("shard*"))] == ["shard_000.safetensors"]
+    assert len(GlobalModel.load(tmp_path).inference.experts) == 1
+
+
+def test_unnormalised_inference_is_an_option(federation: Federation, digits: Dataset) -> None:
+    from conftest import small_recipe
+
+    recipe = acts.settle(small_recipe(evaluation__unnormalised=True), digits)
+    broadcast = acts.prepare(recipe, digits.class_names, digits.shape)
+    model = GlobalModel.of(model_of(federation, "average").inference, rules.parse("average"), broadcast)
+    assert (model.mean, model.std) == (0.0, 1.0)

@@ -1,0 +1,300 @@
+"""The command line as people type it, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from oneround.data import Dataset
+
+SMALL = ["--set", "model.encoder.width=4", "--set", "local.workers=1", "--set", "training.batch_size=64"]
+
+
+def oneround(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "oneround.cli", *words], capture_output=True, text=True, cwd=cwd, timeout=300
+    )
+
+
+def good(*words: str, cwd: Path | None = None) -> str:
+    done = oneround(*words, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return " ".join(done.stdout.split())
+
+
+def bad(*words: str, code: int = 2, cwd: Path | None = None) -> str:
+    """What it says when it cannot: one line on stderr, no traceback, nothing left behind."""
+    done = oneround(*words, cwd=cwd)
+    assert done.returncode == code, (done.stdout, done.stderr)
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "x"
+    words = [
+        "run",
+        "fafi",
+        "--data",
+        "digits",
+        "--clients",
+        "3",
+        "--alpha",
+        "0.1",
+        "--epochs",
+        "2",
+        "--seed",
+        "4",
+        "--model",
+        "cnn",
+    ]
+    told = good(*words, "--out", str(folder), *SMALL)
+    for part in (
+        "1,442 training",
+        "parameters",
+        "down",
+        "epoch 2:",
+        "typicality-gated",
+        "client_000 alone",
+        str(folder),
+    ):
+        assert part in told
+    return folder
+
+
+def test_run_leaves_a_resolved_recipe_with_what_was_asked(finished: Path) -> None:
+    from oneround.reading import load
+
+    recipe = load(finished)
+    assert (recipe.partition.clients, recipe.partition.alpha, recipe.training.epochs) == (3, 0.1, 2)
+    assert recipe.seeds.model_dump() == {"partition": 4, "initialisation": 4, "training": 4}
+
+
+def test_a_recipe_file_runs(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(
+        "extends: fafi\nmethod: mine\ndata: digits\npartition: {kind: shards, clients: 5, labels_per_client: 2}\n"
+        "model: {encoder: {kind: cnn, width: 4}}\ntraining: {epochs: 1, batch_size: 64}\nfusion: [entropy-gated]\nlocal: {workers: 1}\n"
+    )
+    told = good("run", "my.yaml", cwd=tmp_path)
+    assert "mine on digits" in told and "shards" in told
+    assert (tmp_path / "runs" / "mine-digits-shards-clients5-labels_per_client2-s1" / "result.json").exists()
+
+
+def test_a_finished_run_is_not_run_over(finished: Path) -> None:
+    assert "--resume" in bad("run", str(finished), "--out", str(finished))
+    assert "typicality-gated" in good("run", str(finished), "--resume")
+
+
+def test_the_demo(tmp_path: Path) -> None:
+    told = good(
+        "demo",
+        "--partitions",
+        "2",
+        "--set",
+        "training.epochs=2",
+        "--set",
+        "snapshots=1",
+        "--out",
+        str(tmp_path / "demo"),
+    )
+    for part in (
+        "minus average",
+        "iffi",
+        "typicality-gated",
+        "best client alone",
+        "centralised",
+        "not distinguishable",
+        "Everything is in",
+    ):
+        assert part in told
+    for name in ("accuracy.png", "partition_1/partition.png", "partition_2/accuracy.png", "study.json"):
+        assert (tmp_path / "demo" / name).stat().st_size > 200
+    study = json.loads((tmp_path / "demo" / "study.json").read_text())
+    assert len(study["rules"]) == 6 and all(len(values) == 2 for values in study["rules"].values())
+    assert len(set(study["partition_digests"])) == 2
+    assert "minus average" in good(
+        "demo",
+        "--partitions",
+        "2",
+        "--set",
+        "training.epochs=2",
+        "--set",
+        "snapshots=1",
+        "--out",
+        str(tmp_path / "demo"),
+        "--resume",
+    )
+
+
+def test_partition_shows_and_draws(tmp_path: Path) -> None:
+    told = good(
+        "partition",
+        "--data",
+        "digits",
+        "--clients",
+        "4",
+        "--alpha",
+        "0.3",
+        "--seed",
+        "2",
+        "--out",
+        str(tmp_path / "p.png"),
+    )
+    assert "alpha=0.3" in told and "digest" in told
+    with Image.open(tmp_path / "p.png") as picture:
+        assert picture.width > 400
+    assert "no samples" in good("partition", "--alpha", "0.000001", "--clients", "30", "--out", str(tmp_path / "q.png"))
+
+
+def test_fuse_scores_all_and_writes_one(finished: Path, tmp_path: Path) -> None:
+    told = good("fuse", str(finished), "--rule", "all")
+    for rule in ("average", "iffi", "informative-iffi", "logit-ensemble", "entropy-gated", "typicality-gated"):
+        assert rule in told
+    told = good("fuse", str(finished), "--rule", "typicality-gated", "--set", "beta=2", "--out", str(tmp_path / "m"))
+    assert "typicality-gated beta=2" in told and (tmp_path / "m" / "manifest.json").exists()
+    result = json.loads((finished / "result.json").read_text())
+    scored = json.loads(oneround("evaluate", str(finished), "--json").stdout)
+    assert scored["accuracy"] == result["rules"]["iffi"]["accuracy"]
+    assert "most often taken for" in good("evaluate", str(tmp_path / "m"), "--data", "digits")
+
+
+def test_fuse_says_which_statistics_are_missing(tmp_path: Path) -> None:
+    good(
+        "run", "fafi", "--epochs", "1", "--model", "cnn", "--set", "fusion=[iffi]", "--out", str(tmp_path / "x"), *SMALL
+    )
+    assert "needs statistics these uploads do not carry" in bad(
+        "fuse", str(tmp_path / "x"), "--rule", "typicality-gated"
+    )
+    done = oneround("fuse", str(tmp_path / "x"), "--rule", "all")
+    assert done.returncode == 0 and "typicality-gated is left out" in done.stderr
+
+
+def test_a_late_upload_is_fused_in(finished: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    late = copy / "uploads" / "client_002.safetensors"
+    raw = late.read_bytes()
+    late.unlink()
+    without = good("fuse", str(copy), "--rule", "iffi")
+    late.write_bytes(raw)
+    assert good("fuse", str(copy), "--rule", "iffi") != without
+    late.write_bytes(raw[:-100])
+    assert "client_002.safetensors: refused" in bad("fuse", str(copy), "--rule", "iffi")
+
+
+def test_predict_and_export(finished: Path, digits: Dataset, tmp_path: Path) -> None:
+    files = []
+    for number in range(3):
+        files.append(tmp_path / f"{number}.png")
+        Image.fromarray(digits.test.pixels[number, 0].numpy()).save(files[-1])
+    told = oneround("predict", str(finished), *map(str, files), "--json")
+    rows = [json.loads(line) for line in told.stdout.splitlines()]
+    assert [row["file"] for row in rows] == [str(file) for file in files]
+    assert all(abs(sum(row["probabilities"].values()) - 1) < 1e-5 and len(row["probabilities"]) == 10 for row in rows)
+    assert "%" in good("predict", str(finished), str(files[0]))
+    told = good("export", str(finished), str(tmp_path / "model.onnx"))
+    assert "onnxruntime" in told and (tmp_path / "model.onnx").exists()
+
+
+def test_own_data_as_npz_and_as_images(tmp_path: Path) -> None:
+    random = np.random.RandomState(0)
+    x, y = random.randint(0, 256, (40, 10, 10)).astype(np.uint8), np.arange(40) % 4
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x[:8], y_test=y[:8], group_train=np.arange(40) % 5)
+    told = good(
+        "run",
+        "fafi",
+        "--data",
+        "mine.npz",
+        "--partition",
+        "natural",
+        "--epochs",
+        "1",
+        "--model",
+        "cnn",
+        "--out",
+        "r1",
+        *SMALL,
+        cwd=tmp_path,
+    )
+    assert "mine" in told and "5 clients" in told
+    for number in range(20):
+        path = tmp_path / "pictures" / "abcd"[number % 4] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(x[number]).save(path)
+    told = good(
+        "run",
+        "fafi",
+        "--data",
+        "pictures",
+        "--set",
+        "data.size=12",
+        "--clients",
+        "2",
+        "--epochs",
+        "1",
+        "--model",
+        "cnn",
+        "--out",
+        "r2",
+        *SMALL,
+        cwd=tmp_path,
+    )
+    assert "3×12×12, 4 classes" in told
+
+
+MISTAKES = {
+    "run fafi --alpha -1": ["partition.alpha = -1.0", "> 0"],
+    "run fafi --epochs 0": ["training.epochs = 0", "≥ 1"],
+    "run fafi --clients 2000": ["partition.clients = 2000", "≤ 1442"],
+    "run fafi --set training.epohcs=3": ["training.epohcs = 3", "did you mean 'epochs'"],
+    "run faffi": ["faffi", "did you mean 'fafi'"],
+    "run fafi --data cifra10": ["cifra10", "did you mean 'cifar10'"],
+    "run fafi --data gone.npz": ["gone.npz"],
+    "run fafi --device cuda:9": ["cuda:9", "cpu"],
+    "run nosuch.yaml": ["nosuch.yaml"],
+    "partition --partition natural": ["group_train"],
+    "fuse nowhere": ["nowhere", "recipe.yaml"],
+    "evaluate nowhere": ["nowhere", "manifest.json"],
+    "predict nowhere a.png": ["nowhere"],
+    "export nowhere a.onnx": ["nowhere"],
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(command: str, tmp_path: Path) -> None:
+    line = bad(*command.split(), cwd=tmp_path)
+    for word in MISTAKES[command]:
+        assert word in line
+    assert not list(tmp_path.iterdir()), "a refused command leaves nothing behind"
+
+
+def test_mistakes_with_a_model(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"junk")
+    assert "a.png: not a readable image" in bad("predict", str(finished), str(tmp_path / "a.png"))
+    assert "did you mean 'iffi'" in bad("fuse", str(finished), "--rule", "ifi")
+    assert "bta" in bad("fuse", str(finished), "--rule", "typicality-gated", "--set", "bta=2")
+    np.savez(
+        tmp_path / "other.npz",
+        x_train=np.zeros((4, 9, 9), np.uint8),
+        y_train=[0, 1, 0, 1],
+        x_test=np.zeros((2, 9, 9), np.uint8),
+        y_test=[0, 1],
+    )
+    assert "this model takes (1, 8, 8)" in bad("evaluate", str(finished), "--data", str(tmp_path / "other.npz"))
+
+
+def test_methods_and_help() -> None:
+    assert "fafi" in good("methods") and "v4" in good("methods")
+    told = good("--help")
+    for command in ("demo", "run", "partition", "fuse", "evaluate", "predict", "export", "methods"):
+        assert command in told

@@ -1,0 +1,328 @@
+"""Whole runs: in one process and several, stopped and killed and resumed, with clients that have nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import small_recipe
+from oneround.crew import crew_size
+from oneround.data import Dataset, dataset_from_arrays
+from oneround.errors import RecipeError, RunError
+from oneround.observe.log import MetricsLog
+from oneround.protocol import Broadcast, GlobalModel, Upload
+from oneround.reading import change, load
+from oneround.recipe import Local
+from oneround.runs import Plan, RunFolder
+from oneround.simulate import run
+
+
+def final(folder: Path) -> dict[str, object]:
+    """Everything a finished run says it found: scores, confusion, hashes of what was learned."""
+    return json.loads((folder / "result.json").read_text())
+
+
+def timeless(folder: Path) -> list[dict[str, object]]:
+    events = [
+        {key: value for key, value in event.items() if key != "seconds"}
+        for event in MetricsLog(folder / "metrics.jsonl")
+    ]
+    return sorted(events, key=lambda event: json.dumps(event, sort_keys=True))
+
+
+def test_a_run_leaves_everything_behind(digits: Dataset, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    recipe = small_recipe(training__epochs=3, snapshots=2, local__workers=1)
+    result = run(recipe, folder, data=digits)
+    names = {path.name for path in folder.iterdir()}
+    assert {
+        "recipe.yaml", "environment.json", "partition.json", "partition.png", "accuracy.png", "metrics.jsonl", "run.log",
+        "broadcast.safetensors", "uploads", "model", "result.json",
+    } <= names  # fmt: skip
+    assert "clients" not in names
+    assert result.rules.keys() == {part.kind for part in recipe.fusion}
+    assert all(curve.keys() == {2, 3} for curve in result.curves.values())
+    epochs = [event for event in MetricsLog(folder / "metrics.jsonl") if event["event"] == "epoch"]
+    assert len(epochs) == 5 * 3 and {"loss", "cross-entropy", "gradient_norm", "learning_rate"} <= epochs[0].keys()
+    model = GlobalModel.load(folder / "model")
+    score = (model.predict(digits.test.pixels).argmax(1) == digits.test.labels).float().mean()
+    assert abs(float(score) - result.rules["iffi"]) < 1e-6
+    assert (folder / "partition.png").stat().st_size > 5000
+
+
+def test_the_saved_recipe_runs_again_with_the_same_result(digits: Dataset, tmp_path: Path) -> None:
+    run(small_recipe(local__workers=1), tmp_path / "a", data=digits)
+    run(load(tmp_path / "a" / "recipe.yaml"), tmp_path / "b")
+    assert final(tmp_path / "a") == final(tmp_path / "b")
+    assert timeless(tmp_path / "a") == timeless(tmp_path / "b")
+
+
+def test_how_many_clients_run_at_once_does_not_matter(digits: Dataset, tmp_path: Path) -> None:
+    recipe = small_recipe(training__epochs=2, snapshots=1)
+    for workers in (1, 2):
+        run(change(recipe, {"local.workers": workers}), tmp_path / str(workers), data=digits)
+    assert final(tmp_path / "1") == final(tmp_path / "2")
+    assert timeless(tmp_path / "1") == timeless(tmp_path / "2")
+
+
+def test_a_snapshot_is_what_a_shorter_run_would_have_uploaded(digits: Dataset, tmp_path: Path) -> None:
+    long = run(small_recipe(training__epochs=4, snapshots=2, local__workers=1), tmp_path / "long", data=digits)
+    short = run(small_recipe(training__epochs=2, local__workers=1), tmp_path / "short", data=digits)
+    assert {name: curve[2] for name, curve in long.curves.items()} == short.rules
+
+
+def test_an_empty_client_is_left_out_and_said(digits: Dataset, tmp_path: Path) -> None:
+    recipe = small_recipe(partition__alpha=1e-6, partition__clients=12, local__workers=1)
+    result = run(recipe, tmp_path / "run", data=digits)
+    told = json.loads((tmp_path / "run" / "partition.json").read_text())
+    assert told["empty"] and len(result.clients) == 12 - len(told["empty"])
+    assert "no samples" in result.remarks[0]
+    assert "no samples" in (tmp_path / "run" / "run.log").read_text()
+
+
+def test_shared_data_is_said(digits: Dataset, tmp_path: Path) -> None:
+    result = run(small_recipe(partition={"kind": "dirichlet-overlap"}, local__workers=1), tmp_path / "run", data=digits)
+    assert "SHARE" in result.remarks[0]
+    assert "SHARE" in (tmp_path / "run" / "run.log").read_text()
+
+
+def test_arrays_from_python(tmp_path: Path) -> None:
+    random_state = np.random.RandomState(0)
+    x, y = random_state.randint(0, 256, (60, 12, 12, 3)).astype(np.uint8), random_state.randint(0, 3, 60)
+    data = dataset_from_arrays("mine", x[:50], y[:50], x[50:], y[50:], class_names=("a", "b", "c"))
+    result = run(small_recipe(data="arrays", partition__clients=2, local__workers=2), tmp_path / "run", data=data)
+    assert len(result.clients) == 2
+
+
+def test_defaults_follow_the_data(digits: Dataset, tmp_path: Path) -> None:
+    x, y = np.zeros((20, 32, 32, 3), np.uint8), np.arange(20) % 2
+    colour = dataset_from_arrays("mine", x, y, x, y)
+    plans = [Plan.of(load("fafi"), data) for data in (digits, colour)]
+    assert [plan.recipe.model.encoder.kind for plan in plans] == ["cnn", "resnet18"]
+    assert [plan.recipe.training.augment.flip for plan in plans] == [0.0, 0.5]
+
+
+def test_the_size_of_a_run_is_known_before_it_starts(digits: Dataset) -> None:
+    plan = Plan.of(small_recipe(training__epochs=3), digits)
+    text = "\n".join(plan.lines())
+    for word in (
+        "1,442 training",
+        "355 test",
+        "5 clients",
+        "437",
+        "parameters",
+        f"{plan.steps:,} steps",
+        "down",
+        "up",
+        "alpha=0.05",
+    ):
+        assert word in text, text
+    assert plan.steps == 3 * (7 + 7 + 3 + 5 + 4)
+    assert plan.broadcast.size < plan.upload_bytes
+
+
+# --- one folder, one run ---------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_not_overwritten_and_not_mixed(digits: Dataset, tmp_path: Path) -> None:
+    recipe = small_recipe(local__workers=1)
+    run(recipe, tmp_path / "run", data=digits)
+    before = final(tmp_path / "run")
+    with pytest.raises(RecipeError, match="there is a run here already; go on with --resume"):
+        run(recipe, tmp_path / "run", data=digits)
+    with pytest.raises(RecipeError, match="was begun with another recipe"):
+        run(change(recipe, {"training.epochs": 2}), tmp_path / "run", data=digits, resume=True)
+    assert run(recipe, tmp_path / "run", data=digits, resume=True).rules == {
+        k: v["accuracy"] for k, v in before["rules"].items()
+    }
+    mixed = digits.train.take(torch.arange(len(digits.train)).flip(0))
+    other = replace(digits, train=mixed)
+    (tmp_path / "run" / "result.json").unlink()
+    with pytest.raises(RecipeError, match="other data or another partition"):
+        run(recipe, tmp_path / "run", data=other, resume=True)
+
+
+def test_two_processes_do_not_share_a_folder(digits: Dataset, tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run").locked(), pytest.raises(RunError, match="another process is running here"):
+        run(small_recipe(), tmp_path / "run", data=digits)
+
+
+# --- killed at any moment --------------------------------------------------------------------------------------------
+
+COMMAND = [
+    sys.executable, "-m", "oneround.cli", "run", "fafi", "--model", "cnn", "--epochs", "12", "--seed", "3",
+    "--set", "training.batch_size=32", "--set", "snapshots=3", "--set", "local.checkpoint_seconds=0",
+]  # fmt: skip
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [*COMMAND, "--out", str(folder), *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+
+
+def children(pid: int) -> list[int]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    return [int(word) for word in found.stdout.split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_killed_three_times_and_resumed_it_ends_with_the_same_numbers(tmp_path: Path) -> None:
+    calm = start(tmp_path / "calm")
+    output, _ = calm.communicate(timeout=240)
+    assert calm.returncode == 0, output
+
+    seed = random.randrange(10**6)
+    moments = random.Random(seed)
+    folder, kills = tmp_path / "killed", 0
+    while kills < 3:
+        process = start(folder, *(["--resume"] if (folder / "recipe.yaml").exists() else []))
+        # Wait until it is at work, then kill it at a random moment of the work that is left.
+        deadline = time.monotonic() + 60
+        while not (folder / "clients").exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 1.5))
+        workers = children(process.pid)
+        if process.poll() is not None:  # it was faster than the kill: begin again
+            for path in sorted(folder.rglob("*"), reverse=True):
+                path.rmdir() if path.is_dir() else path.unlink()
+            kills = 0
+            continue
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+        patience = time.monotonic() + 20
+        while any(alive(pid) for pid in workers) and time.monotonic() < patience:
+            time.sleep(0.05)
+        assert not any(alive(pid) for pid in workers), "workers outlived their parent"
+        assert not (folder / "result.json").exists()
+    last = start(folder, "--resume")
+    output, _ = last.communicate(timeout=240)
+    assert last.returncode == 0, output
+    assert final(folder) == final(tmp_path / "calm"), f"moments drawn with seed {seed}"
+    assert timeless(folder) == timeless(tmp_path / "calm")
+
+
+def test_interrupted_it_says_how_to_go_on(tmp_path: Path) -> None:
+    process = start(tmp_path / "run")
+    while not (tmp_path / "run" / "clients").exists():
+        time.sleep(0.02)
+    workers = children(process.pid)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "--resume" in output and "Traceback" not in output
+    time.sleep(0.5)
+    assert not any(alive(pid) for pid in workers)
+
+
+def test_a_worker_that_dies_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
+    process = start(tmp_path / "run")
+    while not (tmp_path / "run" / "clients").exists():
+        time.sleep(0.02)
+    trainers = [
+        pid for pid in children(process.pid) if "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+    os.kill(trainers[0], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "a training process died" in output and "--resume" in output and "Traceback" not in output
+    again = start(tmp_path / "run", "--resume")
+    output, _ = again.communicate(timeout=240)
+    assert again.returncode == 0, output
+
+
+def test_a_failing_client_names_itself(digits: Dataset, tmp_path: Path) -> None:
+    recipe = small_recipe(training__learning_rate=1e30, training__clip_norm=0.0, training__epochs=6, local__workers=2)
+    with pytest.raises(RunError, match=r"client_00\d: the loss is not finite"):
+        run(recipe, tmp_path / "run", data=digits)
+
+
+def test_a_torn_log_is_mended(digits: Dataset, tmp_path: Path) -> None:
+    recipe = small_recipe(training__epochs=2, snapshots=1, local__workers=1)
+    run(recipe, tmp_path / "whole", data=digits)
+    run(recipe, tmp_path / "torn", data=digits)
+    log = tmp_path / "torn" / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:-1]) + lines[-1][:20])
+    (tmp_path / "torn" / "result.json").unlink()
+    run(recipe, tmp_path / "torn", data=digits, resume=True)
+    assert timeless(tmp_path / "torn") == timeless(tmp_path / "whole")
+    assert final(tmp_path / "torn") == final(tmp_path / "whole")
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from oneround.data import load_dataset
+from oneround.reading import load
+from oneround.simulate import run
+clients = int(sys.argv[1])
+recipe = load("fafi", [("model.encoder", "resnet18"), ("training.epochs", 1), ("partition.kind", "iid"),
+    ("partition.clients", clients), ("training.batch_size", 4), ("training.last_batch", "drop"), ("local.threads", 1),
+    ("local.workers", 1), ("fusion", ["iffi"])])
+data = load_dataset(recipe.data)
+import torch
+data = type(data)(data.name, data.train.take(torch.arange(4 * clients)), data.test.take(torch.arange(8)), data.class_names)
+run(recipe, Path(sys.argv[2]), data=data)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_number_of_clients(tmp_path: Path) -> None:
+    """Twenty more clients may cost less than a tenth of twenty networks (the full size is in benchmarks/memory.py)."""
+    peaks = {}
+    for clients in (4, 24):
+        told = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(clients), str(tmp_path / str(clients))],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        peaks[clients] = int(told.stdout.split()[-1])
+    network = sum(
+        t.numel() * t.element_size() for t in Broadcast.read(tmp_path / "4" / "broadcast.safetensors").weights.values()
+    )
+    assert network > 44e6
+    assert len(list((tmp_path / "24" / "uploads").iterdir())) == 24
+    assert peaks[24] - peaks[4] < 0.1 * 20 * network, {k: f"{v / 1e6:.0f} MB" for k, v in peaks.items()}
+
+
+def test_how_many_at_once() -> None:
+    cores = os.cpu_count() or 1
+    assert crew_size(Local(device="cpu"), parameters=100_000, clients=50) == min(50, cores)
+    assert crew_size(Local(device="cpu"), parameters=11_000_000, clients=50) == 1
+    assert crew_size(Local(device="cpu", workers=3), parameters=100_000, clients=50) == 3
+    assert crew_size(Local(device="cpu", workers=3), parameters=100_000, clients=2) == 2
+
+
+def test_uploads_of_a_run_can_be_read_one_by_one(digits: Dataset, tmp_path: Path) -> None:
+    run(small_recipe(local__workers=1), tmp_path / "run", data=digits)
+    uploads = RunFolder(tmp_path / "run").uploads()
+    assert [type(upload) for upload in uploads] == [Upload] * 5
+    assert final(tmp_path / "run")["uploads"] == {upload.client: upload.content for upload in uploads}
+    assert torch.isfinite(uploads[0].weights["prototypes"]).all()
