@@ -15,7 +15,6 @@ from oneround.data import Dataset
 from oneround.errors import RunError
 from oneround.learning.batches import batches, steps_per_epoch
 from oneround.learning.loop import learning_rate
-from oneround.learning.memory import fitting
 from oneround.protocol import Broadcast, Upload
 from oneround.recipe import Training
 from oneround.site import Site
@@ -215,6 +214,22 @@ def test_initial_weights_from_a_file(digits: Dataset, tmp_path: Path) -> None:
         acts.prepare(other, digits.class_names, digits.shape)
 
 
-def test_which_batch_would_fit() -> None:
-    assert fitting(room=1000, fixed=100, per_sample=1) == 512
-    assert fitting(room=10, fixed=100, per_sample=1) == 1
+@pytest.mark.parametrize(
+    ("room", "words"), [(25, "16 would \\(--set training.batch_size=16\\)"), (0, "not even 1 would")]
+)
+def test_a_batch_that_does_not_fit_is_answered_with_one_that_does(
+    digits: Dataset, monkeypatch: pytest.MonkeyPatch, room: int, words: str
+) -> None:
+    """Memory for so many samples, and no more."""
+    from oneround.learning.step import Stepper
+
+    step = Stepper._step
+
+    def short_of_memory(self: Stepper, pixels: torch.Tensor, labels: torch.Tensor, numbers: torch.Tensor) -> None:
+        if len(labels) > 2 * room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        step(self, pixels, labels, numbers)
+
+    monkeypatch.setattr(Stepper, "_step", short_of_memory)
+    with pytest.raises(RunError, match=rf"site: training.batch_size = 64 does not fit into the memory of cpu; {words}"):
+        acts.train(prepared(digits), some(digits, 100))

@@ -20,7 +20,6 @@ from oneround.data import Images
 from oneround.data.augment import draw
 from oneround.errors import RunError
 from oneround.learning.batches import batches, steps_per_epoch
-from oneround.learning.memory import largest_batch
 from oneround.learning.step import Stepper, compile_pays
 from oneround.protocol import Broadcast, blob
 from oneround.recipe import Training
@@ -60,12 +59,10 @@ class Learner:
         while self.epoch < until:
             try:
                 measured = self._run_epoch()
-            except torch.cuda.OutOfMemoryError:
-                fits = largest_batch(self.net, self.broadcast, self.site)
-                raise RunError(
-                    f"{self.site.name}: training.batch_size = {self.training.batch_size} does not fit into the memory of "
-                    f"{self.site.device}; about {fits} would (--set training.batch_size={fits})"
-                ) from None
+            except torch.OutOfMemoryError:
+                measured = None  # what the failed step held is freed when this block ends
+            if measured is None:
+                raise RunError(self._does_not_fit())
             self.epoch += 1
             self.history.append(measured)
             self.emit({"event": "epoch", "client": self.site.name, **measured})
@@ -73,6 +70,11 @@ class Learner:
             if more_to_come and (self.epoch == until or time.monotonic() - saved >= self.site.local.checkpoint_seconds):
                 self.save()
                 saved = time.monotonic()
+
+    def _does_not_fit(self) -> str:
+        wanted, fits = self.training.batch_size, self.stepper.largest_batch()
+        fix = f"{fits} would (--set training.batch_size={fits})" if fits else "not even 1 would; take a smaller encoder"
+        return f"{self.site.name}: training.batch_size = {wanted} does not fit into the memory of {self.site.device}; {fix}"
 
     def _run_epoch(self) -> dict[str, Any]:
         start = told = time.monotonic()

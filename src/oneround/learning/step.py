@@ -54,6 +54,7 @@ class Stepper:
         recipe = broadcast.recipe
         assert recipe.model.encoder is not None
         self.recipe, self.training, self.device, self.bf16 = recipe, recipe.training, device, bf16
+        self.shape = broadcast.shape
         self.net, compiled_encoder = _network(recipe.model.encoder, broadcast.shape[0], broadcast.classes, device)
         self.encode: Callable[[Tensor], Tensor] = compiled_encoder if compiled else self.net.encoder
         self.rate = torch.tensor(self.training.learning_rate, device=device)
@@ -114,6 +115,21 @@ class Stepper:
                 self.graph.replay()
             else:
                 self._step(pixels, labels, numbers)
+
+    def largest_batch(self) -> int:
+        """After memory ran out: the largest half, quarter, … of the batch size whose step fits (it is tried); 0 if none."""
+        size = self.training.batch_size // 2
+        while size:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            pixels = torch.zeros(2 * size, *self.shape, dtype=torch.uint8, device=self.device)
+            labels = torch.zeros(2 * size, dtype=torch.int64, device=self.device)
+            try:
+                self._step(pixels, labels, torch.zeros(2 * size, COLUMNS, device=self.device))
+                return size
+            except torch.OutOfMemoryError:
+                size //= 2
+        return 0
 
     def means(self, steps: int) -> dict[str, float]:
         """What was measured per step since the last call; waits for the device."""
