@@ -73,7 +73,7 @@ def main() -> None:
 
     recipe = load("fafi", [
         ("data.kind", options.data), ("local.data_path", options.data_dir), ("model.encoder.kind", options.model),
-        ("training.batch_size", options.batch_size), ("training.epochs", options.epochs), ("fusion", ["iffi"]), ("local.compile", "on" if torch.cuda.is_available() else "off"),
+        ("training.batch_size", options.batch_size), ("training.epochs", options.epochs), ("fusion", ["iffi"]),
         *(parse_override(text) for text in options.sets),
     ])  # fmt: skip
     data = load_dataset(recipe.data, recipe.local.data_path)
@@ -83,7 +83,6 @@ def main() -> None:
     broadcast = acts.prepare(recipe, data.class_names, data.shape)
     device = Site("", local=recipe.local).device
     views = 2 * sum(len(index) for index in clients)
-    per_view = 3 * forward_flops(build(recipe.model.encoder, data.shape[0], data.classes).encoder, data.shape, torch)
 
     rows, first = [], 0.0
     with tempfile.TemporaryDirectory() as folder:
@@ -99,6 +98,7 @@ def main() -> None:
                 flush=True,
             )
 
+    per_view = 3 * forward_flops(build(recipe.model.encoder, data.shape[0], data.classes).encoder, data.shape, torch)
     rate = matrix_product_rate(device, torch)
     median = statistics.median(row["training"] for row in rows[1:] or rows)
     figures = {

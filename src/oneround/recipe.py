@@ -162,8 +162,8 @@ class Local(Strict):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Training arithmetic; auto: bf16 autocast on a GPU that has it, fp32 elsewhere."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the network; auto: on a GPU, when the run is long enough to win back the time it takes."""
+    compile: bool = False
+    """Compile the network with TorchInductor; for encoders that have no fused kernels of their own."""
     record: bool = True
     """Record the training step as a CUDA graph and replay it (GPU only)."""
     deterministic: bool = False

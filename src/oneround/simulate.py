@@ -25,7 +25,6 @@ from oneround.data import Dataset, load_dataset
 from oneround.errors import Interrupted, RecipeError, RunError
 from oneround.evaluate import Score, score_uploads
 from oneround.learning import Emit, silent
-from oneround.learning.step import compile_pays
 from oneround.observe import pictures
 from oneround.observe.environment import environment
 from oneround.protocol import Upload, UploadFolder, blob
@@ -98,8 +97,6 @@ def _begin(place: RunFolder, plan: Plan) -> None:
 def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit) -> None:
     recipe, clients = plan.recipe, plan.clients
     site = Site("server", folder=place.path, local=recipe.local)
-    compiled = compile_pays(recipe.local, site.device, plan.steps)  # clients on one device share what is compiled
-    local = recipe.local.model_copy(update={"compile": "on" if compiled else "off"})
     rules = {rule.label: rule for rule in acts.rules_of(recipe)}
     scored = _scored(place, set(rules))
     scores: dict[str, Score] = {}
@@ -116,7 +113,7 @@ def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit) -> No
                     place.upload(name),
                     place.state(name),
                     stop,
-                    local,
+                    recipe.local,
                 )
             )
             for name, number in sorted(clients.items(), key=lambda item: -plan.split.sizes[item[1]])

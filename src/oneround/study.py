@@ -20,7 +20,6 @@ from oneround.data import load_dataset
 from oneround.evaluate import score_uploads
 from oneround.learning import Emit, silent
 from oneround.learning.batches import steps_per_epoch
-from oneround.learning.step import compile_pays
 from oneround.observe import pictures
 from oneround.observe.statistics import Summary, paired
 from oneround.protocol import Broadcast, UploadFolder, blob
@@ -28,7 +27,7 @@ from oneround.reading import change
 from oneround.recipe import Recipe
 from oneround.runs import Plan, Result, RunFolder
 from oneround.simulate import run
-from oneround.site import Site, choose_device
+from oneround.site import Site
 
 CENTRAL = "centralised"
 
@@ -73,9 +72,6 @@ def study(
     data = load_dataset(recipe.data, recipe.local.data_path)
     recipes = [change(recipe, {"seeds.partition": seed}) for seed in partitions]
     plan = Plan.of(recipes[0], data)
-    if compile_pays(recipe.local, choose_device(recipe.local.device), plan.steps * (len(partitions) + 1)):
-        recipes = [change(each, {"local.compile": "on"}) for each in recipes]
-        plan = Plan.of(recipes[0], data)
     # Workers also take the centralised training, so there is work for a second core even when one client has most samples.
     with Crew(data.train, crew_size(plan.recipe.local, plan.parameters, len(plan.split.clients) + 1), emit) as crew:
         central = RunFolder(folder / CENTRAL)

@@ -181,7 +181,7 @@ def test_compiled_training_learns_the_same(digits: Dataset) -> None:
 
     broadcast = prepared(digits, training__batch_size=50)
     data = digits.train.take(torch.arange(100))
-    plain, compiled = (acts.train(broadcast, Site("site", data, local=Local(compile=how))) for how in ("off", "on"))
+    plain, compiled = (acts.train(broadcast, Site("site", data, local=Local(compile=how))) for how in (False, True))
     for name, value in plain.weights.items():
         assert torch.allclose(value.float(), compiled.weights[name].float(), atol=1e-4), name
 

@@ -133,9 +133,11 @@ def _pixels(name: str, key: str, given: Any) -> Tensor:
         if array.size and not (np.isfinite(array).all() and array.min() >= 0 and array.max() <= 1):
             raise DataError(f"{name}: {key} holds floats outside 0…1; give uint8 0…255 or floats 0…1")
         array = np.round(array * 255)
-    elif not np.issubdtype(array.dtype, np.integer) or (array.size and (array.min() < 0 or array.max() > 255)):
+    elif array.dtype != np.uint8 and (
+        not np.issubdtype(array.dtype, np.integer) or (array.size and (array.min() < 0 or array.max() > 255))
+    ):
         raise DataError(f"{name}: {key} is {array.dtype}; give uint8 0…255 or floats 0…1")
-    return torch.from_numpy(np.ascontiguousarray(array.astype(np.uint8)))
+    return torch.from_numpy(np.array(array, np.uint8, order="C", copy=True))
 
 
 def _labels(name: str, key: str, given: Any) -> Tensor:

@@ -6,10 +6,10 @@ read back from the device within an epoch. State is saved between epochs, so a k
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch import Tensor
 from oneround.data import Images
 from oneround.data.augment import draw
 from oneround.errors import RunError
-from oneround.learning.batches import batches, steps_per_epoch
-from oneround.learning.step import Stepper, compile_pays
+from oneround.learning.batches import batches
+from oneround.learning.step import Stepper
 from oneround.protocol import Broadcast, blob
 from oneround.recipe import Training
 from oneround.seeds import generator
@@ -42,10 +42,7 @@ class Learner:
         self.broadcast, self.site, self.emit = broadcast, site, emit
         self.training, self.seed = broadcast.recipe.training, broadcast.recipe.seeds.training
         self.data: Images = site.data.to(site.device)
-        local = site.local
-        steps = steps_per_epoch(len(self.data), self.training) * self.training.epochs
-        compiled = compile_pays(local, site.device, steps)
-        self.stepper = _stepper(_Key(broadcast), str(site.device), site.bf16, compiled, local.record)
+        self.stepper = _stepper(broadcast, site)
         self.net = self.stepper.net
         self.epoch = 0
         self.history: list[dict[str, Any]] = []
@@ -147,21 +144,17 @@ def learning_rate(training: Training, progress: float) -> float:
     return training.learning_rate * (1 + math.cos(math.pi * progress)) / 2
 
 
-class _Key:
-    """A broadcast as a cache key: steppers are alike when recipe and shapes are."""
-
-    def __init__(self, broadcast: Broadcast) -> None:
-        self.broadcast = broadcast
-        self.same = (broadcast.digest, broadcast.classes, broadcast.shape)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.same == other.same
-
-    def __hash__(self) -> int:
-        return hash(self.same)
+_held: dict[Any, Stepper] = {}
 
 
-@lru_cache(maxsize=1)
-def _stepper(key: _Key, device: str, bf16: bool, compiled: bool, recorded: bool) -> Stepper:
+def _stepper(broadcast: Broadcast, site: Site) -> Stepper:
     """The one stepper of this process: clients that train one after another share its network and its recording."""
-    return Stepper(key.broadcast, torch.device(device), bf16=bf16, compiled=compiled, recorded=recorded)
+    local, device = site.local, site.device
+    key = (broadcast.digest, broadcast.classes, broadcast.shape, device, site.bf16, local.compile, local.record)
+    if key not in _held:
+        _held.clear()
+        gc.collect()  # the old one's recording holds device memory until it is really gone
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        _held[key] = Stepper(broadcast, device, bf16=site.bf16, compiled=local.compile, recorded=local.record)
+    return _held[key]

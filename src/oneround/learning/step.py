@@ -20,29 +20,25 @@ from torch.nn.utils import clip_grad_norm_
 
 from oneround.data.augment import COLUMNS, views
 from oneround.learning import objective
-from oneround.models import PrototypeNet
+from oneround.models import Encoder, PrototypeNet
 from oneround.models.prototype import build
 from oneround.parts import Part
 from oneround.protocol import Broadcast
-from oneround.recipe import Local
 
 log = logging.getLogger("oneround")
 WARM_UP = 3  # steps taken as they are before one is recorded
-COMPILE_PAYS = 4000  # steps of a run from which the time to compile is won back on a GPU
-
-
-def compile_pays(local: Local, device: torch.device, steps: int) -> bool:
-    """Whether to compile for a run of that many steps."""
-    return local.compile == "on" or (local.compile == "auto" and device.type == "cuda" and steps >= COMPILE_PAYS)
 
 
 @lru_cache(maxsize=1)
-def _network(
-    part: Part, channels: int, classes: int, device: torch.device
-) -> tuple[PrototypeNet, Callable[[Tensor], Tensor]]:
-    """The network this process trains, and its compiled encoder (compiled when first used, kept from run to run)."""
-    net = build(part, channels, classes).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return net, torch.compile(net.encoder, dynamic=False)
+def _network(part: Part, channels: int, classes: int, device: torch.device) -> PrototypeNet:
+    """The network this process trains, at addresses that stay the same from client to client and run to run."""
+    net = build(part, channels, classes)
+    return net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+@lru_cache(maxsize=1)
+def _compiled(encoder: Encoder) -> Callable[[Tensor], Tensor]:
+    return torch.compile(encoder, dynamic=False)
 
 
 class Stepper:
@@ -55,8 +51,9 @@ class Stepper:
         assert recipe.model.encoder is not None
         self.recipe, self.training, self.device, self.bf16 = recipe, recipe.training, device, bf16
         self.shape = broadcast.shape
-        self.net, compiled_encoder = _network(recipe.model.encoder, broadcast.shape[0], broadcast.classes, device)
-        self.encode: Callable[[Tensor], Tensor] = compiled_encoder if compiled else self.net.encoder
+        self.net = _network(recipe.model.encoder, broadcast.shape[0], broadcast.classes, device)
+        self.net.zero_grad(set_to_none=True)
+        self.encode: Callable[[Tensor], Tensor] = _compiled(self.net.encoder) if compiled else self.net.encoder
         self.rate = torch.tensor(self.training.learning_rate, device=device)
         self.optimizer = torch.optim.SGD(
             self.net.parameters(),

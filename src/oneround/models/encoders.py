@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneround.models.norm import normalise
 from oneround.parts import Part, Slot
 
 Norm = Literal["batch", "group"]
@@ -64,7 +65,7 @@ class SmallConvNet(Encoder):
     def forward(self, images: Tensor) -> Tensor:
         x = images
         for depth, (convolution, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
-            x = F.relu(norm(convolution(x)))
+            x = normalise(norm, convolution(x))
             if depth < 2:
                 x = F.max_pool2d(x, 2)
         return x.mean((2, 3))
@@ -95,8 +96,8 @@ class Basic(nn.Module):
         self.shortcut = _shortcut(inputs, width, stride, make_norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(out)) + self.shortcut(x))
+        out = normalise(self.norm1, self.conv1(x))
+        return normalise(self.norm2, self.conv2(out), self.shortcut(x))
 
 
 class Bottleneck(nn.Module):
@@ -113,15 +114,24 @@ class Bottleneck(nn.Module):
         self.shortcut = _shortcut(inputs, outputs, stride, make_norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.relu(self.norm1(self.conv1(x)))
-        out = F.relu(self.norm2(self.conv2(out)))
-        return F.relu(self.norm3(self.conv3(out)) + self.shortcut(x))
+        out = normalise(self.norm1, self.conv1(x))
+        out = normalise(self.norm2, self.conv2(out))
+        return normalise(self.norm3, self.conv3(out), self.shortcut(x))
+
+
+class Projection(nn.Module):
+    """A shortcut between unlike shapes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, make_norm: MakeNorm) -> None:
+        super().__init__()
+        self.conv, self.norm = _conv(inputs, outputs, 1, stride), make_norm(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return normalise(self.norm, self.conv(x), relu=False)
 
 
 def _shortcut(inputs: int, outputs: int, stride: int, make_norm: MakeNorm) -> nn.Module:
-    if stride == 1 and inputs == outputs:
-        return nn.Identity()
-    return nn.Sequential(_conv(inputs, outputs, 1, stride), make_norm(outputs))
+    return nn.Identity() if stride == 1 and inputs == outputs else Projection(inputs, outputs, stride, make_norm)
 
 
 class ResNet(Encoder):
@@ -142,7 +152,7 @@ class ResNet(Encoder):
         self.features = inputs
 
     def forward(self, images: Tensor) -> Tensor:
-        maps: Tensor = self.blocks(F.relu(self.norm(self.stem(images))))
+        maps: Tensor = self.blocks(normalise(self.norm, self.stem(images)))
         return maps.mean((2, 3))
 
 

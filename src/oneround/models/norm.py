@@ -1,0 +1,39 @@
+"""Normalise, add a shortcut, rectify: the three steps that follow a convolution, in one call."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def normalise(norm: nn.Module, x: Tensor, added: Tensor | None = None, *, relu: bool = True) -> Tensor:
+    """relu(norm(x) + added); on a GPU, batch norm in training does it in one pass (fused.py)."""
+    if x.is_cuda and _fits(norm, x) and not torch.compiler.is_compiling() and _has_triton():
+        from oneround.models.fused import batch_norm
+
+        assert isinstance(norm, nn.BatchNorm2d)
+        return batch_norm(x, norm, added, relu)
+    out: Tensor = norm(x)
+    if added is not None:
+        out = out + added
+    return F.relu(out) if relu else out
+
+
+def _fits(norm: nn.Module, x: Tensor) -> bool:
+    """Whether the fused kernels cover this case."""
+    return (
+        isinstance(norm, nn.BatchNorm2d)
+        and norm.training
+        and norm.momentum is not None
+        and x.shape[1] % 16 == 0
+        and x.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
