@@ -8,15 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from oneround.data.augment import (
-    COLUMNS,
-    FLIP,
-    RATIO,
-    crop,
-    draw,
-    recolour,
-    views,
-)  # fmt: skip
+from oneround.data import augment
+from oneround.data.augment import COLUMNS, FLIP, RATIO, crop, draw, recolour, views
 from oneround.recipe import Augment
 
 STILL = Augment(crop_scale=[1.0, 1.0], crop_ratio=[1.0, 1.0], flip=0.0, jitter=0.0, greyscale=0.0)
@@ -26,7 +19,7 @@ LUMA = torch.tensor([0.299, 0.587, 0.114])
 def numbers(n: int = 1, **columns: float) -> torch.Tensor:
     drawn = torch.full((n, COLUMNS), 0.5)
     for name, value in columns.items():
-        drawn[:, globals()[name]] = value
+        drawn[:, getattr(augment, name)] = value
     return drawn
 
 

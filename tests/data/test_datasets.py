@@ -138,6 +138,7 @@ def test_idx_files_plain_and_gzipped(kind: str, suffix: str, tmp_path: Path, mon
         (idx(np.zeros((2, 28, 28)))[:-5], "promises"),
         (gzip.compress(b"x" * 50)[:-9], "cannot be read"),
     ],
+    ids=["empty", "pickle", "short", "torn gzip"],
 )
 def test_damaged_idx_files_are_named(raw: bytes, words: str, tmp_path: Path) -> None:
     path = tmp_path / "train-images-idx3-ubyte"
