@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-FEW, MANY, SAMPLES = 20, 200, 4
+SAMPLES = 4
 
 
 def one_run(clients: int, folder: Path, device: str) -> None:
@@ -50,28 +50,38 @@ def one_run(clients: int, folder: Path, device: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--clients", nargs=2, type=int, default=[20, 200], metavar=("FEW", "MANY"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", nargs=2, metavar=("CLIENTS", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         one_run(int(options.one[0]), Path(options.one[1]), options.device)
         return
+    few_clients, many_clients = options.clients
     peaks = {}
-    for clients in (FEW, MANY):
+    for clients in options.clients:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, __file__, "--device", options.device, "--one", str(clients), f"{folder}/run"]
             told = subprocess.run(command, check=True, capture_output=True, text=True)
             peaks[clients] = json.loads(told.stdout.splitlines()[-1])
-    network, added = peaks[FEW]["network_bytes"], MANY - FEW
-    figures: dict[str, object] = {"environment": peaks[FEW].pop("environment"), "network_bytes": network, "limit": 0.1}
-    peaks[MANY].pop("environment")
+    network, added = peaks[few_clients]["network_bytes"], many_clients - few_clients
+    figures: dict[str, object] = {
+        "environment": peaks[few_clients].pop("environment"),
+        "network_bytes": network,
+        "limit": 0.1,
+    }
+    peaks[many_clients].pop("environment")
     for place in ("host", "device"):
-        few, many = peaks[FEW][f"{place}_peak_bytes"], peaks[MANY][f"{place}_peak_bytes"]
+        few, many = peaks[few_clients][f"{place}_peak_bytes"], peaks[many_clients][f"{place}_peak_bytes"]
         if few is None:
             continue
         growth = (many - few) / (added * network)
-        figures[place] = {f"{FEW}_clients": few, f"{MANY}_clients": many, "networks_per_client_added": growth}
-        print(f"{place}: {few / 1e6:.0f} MB with {FEW} clients, {many / 1e6:.0f} MB with {MANY}: "
+        figures[place] = {
+            f"{few_clients}_clients": few,
+            f"{many_clients}_clients": many,
+            "networks_per_client_added": growth,
+        }
+        print(f"{place}: {few / 1e6:.0f} MB with {few_clients} clients, {many / 1e6:.0f} MB with {many_clients}: "
               f"{growth:.4f} networks of {network / 1e6:.0f} MB per client added (limit 0.1)")  # fmt: skip
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

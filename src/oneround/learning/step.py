@@ -36,6 +36,12 @@ def _network(part: Part, channels: int, classes: int, device: torch.device) -> P
     return net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
+@lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream steps run and are recorded on; one for the process, since libraries keep workspace for every stream."""
+    return torch.cuda.Stream(device)
+
+
 @lru_cache(maxsize=1)
 def _compiled(encoder: Encoder) -> Callable[[Tensor], Tensor]:
     return torch.compile(encoder, dynamic=False)
@@ -67,7 +73,7 @@ class Stepper:
                 self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         self.names = ["loss", *(name for name, term in recipe.objective.terms.items() if term.weight), "gradient_norm"]  # type: ignore[attr-defined]
         self.sums = torch.zeros(len(self.names), device=device)
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = _side_stream(device) if device.type == "cuda" else None
         self.to_warm = WARM_UP if recorded and self.stream else -1
         size = 2 * self.training.batch_size
         if self.to_warm > 0:
@@ -114,15 +120,19 @@ class Stepper:
                 self._step(pixels, labels, numbers)
 
     def largest_batch(self) -> int:
-        """After memory ran out: the largest half, quarter, … of the batch size whose step fits (it is tried); 0 if none."""
+        """After memory ran out: the largest half, quarter, … of the batch size that fits; 0 if none.
+
+        A step on an eighth more is tried, so that there is room for what else a run needs.
+        """
         size = self.training.batch_size // 2
         while size:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            pixels = torch.zeros(2 * size, *self.shape, dtype=torch.uint8, device=self.device)
-            labels = torch.zeros(2 * size, dtype=torch.int64, device=self.device)
+            tried = 2 * (size + size // 8)
+            pixels = torch.zeros(tried, *self.shape, dtype=torch.uint8, device=self.device)
+            labels = torch.zeros(tried, dtype=torch.int64, device=self.device)
             try:
-                self._step(pixels, labels, torch.zeros(2 * size, COLUMNS, device=self.device))
+                self._step(pixels, labels, torch.zeros(tried, COLUMNS, device=self.device))
                 return size
             except torch.OutOfMemoryError:
                 size //= 2
