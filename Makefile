@@ -8,31 +8,38 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable
 READY := .venv/.ready
+READY_DEV := .venv/.ready-dev
 
 .PHONY: demo test check format clean
 
 demo: $(READY)
 	$(BIN)/oneround demo
 
-test: $(READY)
+test: $(READY_DEV)
 	$(BIN)/python -m pytest -n 2
 
-check: $(READY)
+check: $(READY_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(READY)
+format: $(READY_DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "oneround needs Python 3.11 or newer; this is " + sys.version.split()[0] + " (make PYTHON=/path/to/python3.11)")'
+	@echo "setting up .venv (once; a few minutes, most of it PyTorch)"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable '.[dev]'
+	$(INSTALL) '.[onnx,flower]'
 	touch $(READY)
+
+$(READY_DEV): $(READY)
+	$(INSTALL) '.[dev]'
+	touch $(READY_DEV)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build

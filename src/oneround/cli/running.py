@@ -49,6 +49,8 @@ def demo(
     title = f"FAFI on {recipe.data.kind}, {recipe.partition.label}: test accuracy in % over {partitions} partitions"
     out.print(terminal_table(finished.rows(), title, "average"))
     for seed, result in zip(finished.partitions, finished.results, strict=True):
+        alone = "  ".join(f"{100 * value:.1f}" for value in result.clients.values())
+        out.print(f"partition {seed}, each client alone: {alone}", highlight=False)
         for remark in result.remarks:
             out.print(f"partition {seed}: {escape(remark)}", highlight=False)
     out.print(f"{time.monotonic() - started:.0f} s. Everything is in {place}/", highlight=False)

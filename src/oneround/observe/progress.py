@@ -66,8 +66,10 @@ class Live:
                 self.bars.update(self.current, completed=done)
 
     def _announce(self, event: dict[str, Any]) -> None:
-        for line in event["lines"]:
-            self.say(line)
+        first = self.current is None
+        for number, line in enumerate(event["lines"]):
+            if first or number == 1 or line.lstrip().startswith("note:"):  # of a further partition, who holds what
+                self.say(f"  {self._name(event)}{line.strip()}" if "partition" in event and number else line)
         self.epochs = event["epochs"]
         self.current = self.bars.add_task(f"{self._name(event)}training", total=event["steps"])
         self.started, self.told_time = None, False
