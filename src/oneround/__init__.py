@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from oneround.acts import fuse, prepare, train
+    from oneround.acts import fuse, prepare, settle, train
     from oneround.data import dataset_from_arrays
     from oneround.protocol import Broadcast, GlobalModel, Upload
     from oneround.reading import change, load
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Broadcast", "GlobalModel", "Recipe", "Site", "Upload", "change", "dataset_from_arrays", "fuse", "load", "prepare", "run", "train",
+    "Broadcast", "GlobalModel", "Recipe", "Site", "Upload", "change", "dataset_from_arrays", "fuse", "load", "prepare", "run", "settle", "train",
 ]  # fmt: skip
 
 _HOMES = {
-    "acts": ("fuse", "prepare", "train"),
+    "acts": ("fuse", "prepare", "settle", "train"),
     "data": ("dataset_from_arrays",),
     "protocol": ("Broadcast", "GlobalModel", "Upload"),
     "reading": ("change", "load"),

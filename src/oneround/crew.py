@@ -9,9 +9,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 from oneround.acts import train
 from oneround.data import Images
 from oneround.learning import Emit, silent
+from oneround.parts import load_plugin
 from oneround.protocol import Broadcast
 from oneround.recipe import Local
 from oneround.site import Site, choose_device, threads_per_client
@@ -81,7 +84,8 @@ class Crew:
     def submit(self, job: Job) -> Future[str]:
         """The client's name, when its upload is written."""
         if self._pool is not None:
-            return self._pool.submit(_work, job)
+            with _hidden_main():
+                return self._pool.submit(_work, job)
         done: Future[str] = Future()
         done.set_result(_train(job, self.data, self.emit))
         return done
@@ -91,7 +95,21 @@ class Crew:
             self.emit(event)
 
 
+@contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Start workers without importing the user's script into them: it need not guard itself with `__main__`."""
+    main = sys.modules["__main__"]
+    before = {name: main.__dict__.get(name) for name in ("__file__", "__spec__")}
+    main.__dict__.update(dict.fromkeys(before))
+    try:
+        yield
+    finally:
+        main.__dict__.update(before)
+
+
 def _train(job: Job, data: Images, emit: Emit) -> str:
+    for module in job.local.plugins:
+        load_plugin(module)
     site, broadcast = Site(job.client, data.take(job.samples), job.state, job.local), _broadcast(job.broadcast)
     final = job.until == broadcast.recipe.training.epochs
     train(broadcast, site, job.until, emit).write(job.upload, flush=final)  # a lost snapshot is trained again

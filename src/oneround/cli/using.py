@@ -20,11 +20,15 @@ from oneround.cli.options import (
     out,
 )
 from oneround.errors import DataError, ProtocolError
+from oneround.parts import load_plugin
 from oneround.reading import parse_override, parse_part, presets
 
 if TYPE_CHECKING:
     from oneround.protocol import GlobalModel
 
+PluginOption = Annotated[
+    list[str] | None, typer.Option("--plugin", help="A module of yours with parts the model needs.", metavar="MODULE")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
@@ -88,6 +92,7 @@ def evaluate(
     data: DataOption = None,
     data_dir: DataDirOption = None,
     device: DeviceOption = "auto",
+    plugins: PluginOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Score a saved model on the test images of a data set (its own, unless another is named)."""
@@ -95,7 +100,7 @@ def evaluate(
     from oneround.evaluate import score_model
     from oneround.site import choose_device
 
-    model = load_model(folder, streamed=True)
+    model = load_model(folder, plugins, streamed=True)
     wanted: dict[str, Any] = dict(data_overrides(data)) if data else {"data.kind": model.recipe.data.dump()}
     path = data_dir or wanted.get("local.data_path")
     there = load_dataset(parse_part("data", wanted["data.kind"]), Path(path) if path else None)
@@ -124,12 +129,13 @@ def evaluate(
 def predict(
     folder: ModelArgument,
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE…", help="Image files.")],
+    plugins: PluginOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what image files show."""
     import torch
 
-    model = load_model(folder)
+    model = load_model(folder, plugins)
     probabilities = model.predict(torch.stack([model.read_image(path) for path in images]))
     for path, row in zip(images, probabilities.tolist(), strict=True):
         if as_json:
@@ -142,10 +148,12 @@ def predict(
 
 @app.command()
 def export(
-    folder: ModelArgument, target: Annotated[Path, typer.Argument(metavar="FILE.onnx", help="Where to write it.")]
+    folder: ModelArgument,
+    target: Annotated[Path, typer.Argument(metavar="FILE.onnx", help="Where to write it.")],
+    plugins: PluginOption = None,
 ) -> None:
     """Write a saved model as ONNX and check it with onnxruntime."""
-    model = load_model(folder)
+    model = load_model(folder, plugins)
     difference = model.to_onnx(target)
     out.print(
         f"{target}: images (n, {', '.join(map(str, model.shape))}) in 0…1 → scores (n, {len(model.class_names)})",
@@ -166,9 +174,14 @@ def methods() -> None:
     out.print(table)
 
 
-def load_model(folder: Path, *, streamed: bool = False) -> GlobalModel:
-    """A model folder, or the model in a run folder."""
+def load_model(folder: Path, plugins: list[str] | None, *, streamed: bool = False) -> GlobalModel:
+    """A model folder, or the model in a run folder (whose recipe names the plug-ins it needs)."""
     from oneround.protocol import GlobalModel
+    from oneround.runs import RunFolder
 
-    inner = folder / "model"
-    return GlobalModel.load(inner if inner.is_dir() else folder, streamed=streamed)
+    for module in plugins or []:
+        load_plugin(module)
+    if (folder / "model").is_dir():
+        RunFolder(folder).read_recipe()
+        folder = folder / "model"
+    return GlobalModel.load(folder, streamed=streamed)

@@ -31,7 +31,7 @@ def draw_partition(split: Split, class_names: Sequence[str], path: Path, title: 
     axes.scatter(label, client, s=420 * count / largest + 4, color="#3b6ea5", alpha=0.75, linewidths=0)
     if clients * classes <= 600:
         for y, x, n in zip(client, label, count, strict=True):
-            axes.annotate(str(n), (float(x), float(y)), ha="center", va="center", fontsize=6)
+            axes.annotate(str(n), (float(x), float(y)), ha="center", va="center", fontsize=6 if n > largest / 20 else 5)
     axes.set_xticks(
         range(classes),
         class_names if classes <= 50 else [str(label) for label in range(classes)],
@@ -52,7 +52,7 @@ def draw_accuracy(
     reference: Mapping[str, float] | None = None,
 ) -> None:
     """Accuracy against local epochs: a thick line per rule for the mean, thin ones for each run behind it."""
-    figure = _figure(7.2, 4.2)
+    figure = _figure(8.4, 4.2)
     axes = figure.subplots()
     for name, runs in curves.items():
         epochs = sorted(set.intersection(*(set(run) for run in runs)))
@@ -67,6 +67,6 @@ def draw_accuracy(
         axes.axhline(100 * value, color="black", linestyle="--", linewidth=1, label=name)
     axes.set(xlabel="local epochs before the one upload", ylabel="test accuracy, %", ylim=(0, 100))
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=7, loc="lower right")
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     axes.set_title(title, fontsize=9)
     figure.savefig(path, dpi=150)

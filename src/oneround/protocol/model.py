@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor, nn
 
 from oneround.data.augment import MEAN, STD
-from oneround.errors import DataError, ProtocolError
+from oneround.errors import DataError, ProtocolError, RecipeError
 from oneround.models import Ensemble, Inference
 from oneround.parts import Part, slot
 from oneround.protocol import blob
@@ -119,6 +119,8 @@ class GlobalModel(nn.Module):
             channels, height, width = manifest["shape"]
             names = tuple(manifest["class_names"])
             shards = ShardFolder(path.parent, manifest["shards"])
+        except RecipeError as error:
+            raise ProtocolError(f"{path}: {error}; if a plug-in brings it, name its module (--plugin)") from None
         except (ValueError, KeyError, TypeError) as error:
             raise ProtocolError(f"{path}: refused, damaged manifest ({error})") from None
         try:
