@@ -15,18 +15,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from oneround.observe.environment import environment
 from oneround.observe.progress import Live
-from oneround.observe.statistics import Summary, paired
+from oneround.observe.statistics import paired
 from oneround.observe.tables import markdown_table
 from oneround.observe.words import duration
 from oneround.parts import slot
 from oneround.reading import load, parse_override
 from oneround.site import choose_device
-from oneround.study import CENTRAL, Row, study
+from oneround.study import accuracies, study, table_rows
 
 BASELINES = ("average", "iffi")
 
@@ -34,11 +33,8 @@ BASELINES = ("average", "iffi")
 def render(record: dict[str, Any]) -> str:
     """The record as a page of Markdown."""
     recipe, seeds, where = record["recipe"], record["partitions"], record["environment"]
-    values = {name: [100 * value for value in found] for name, found in record["rules"].items()}
-    values["best client alone"] = [100 * max(clients.values()) for clients in record["clients"]]
-    values["mean client alone"] = [100 * float(np.mean(list(clients.values()))) for clients in record["clients"]]
-    values[CENTRAL] = [100 * record[CENTRAL]] * len(seeds)
-    rows = [Row(name, Summary(tuple(found)), None) for name, found in values.items()]
+    values = accuracies(record)
+    rows = table_rows(values, "average")
     baselines = {
         base: {name: paired(found, values[base]) for name, found in values.items() if name != base}
         for base in BASELINES

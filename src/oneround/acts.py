@@ -27,8 +27,6 @@ from oneround.reading import change
 from oneround.recipe import Federated, Recipe
 from oneround.site import Site
 
-CHUNK = 500
-
 
 def settle(recipe: Recipe, data: Dataset) -> Recipe:
     """The recipe with what depends on the data filled in: the encoder, and whether views may be mirrored."""
@@ -102,8 +100,8 @@ def _measure(learner: Learner, broadcast: Broadcast) -> dict[str, Tensor]:
         return {}
     mean, std = preprocessing(broadcast.recipe)
     learner.net.eval()
-    chunks = [(pixels.float() / 255 - mean) / std for pixels in learner.data.pixels.split(CHUNK)]
-    unit = torch.cat([F.normalize(learner.net.encoder(chunk), dim=1) for chunk in chunks])
+    batches = learner.data.batches(learner.site.device, mean, std)
+    unit = torch.cat([F.normalize(learner.net.encoder(images), dim=1) for images in batches])
     measured: dict[str, Tensor] = {}
     for rule in rules_of(broadcast.recipe):
         measured |= rule.measure(unit, learner.data.labels, broadcast.classes)

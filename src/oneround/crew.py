@@ -110,15 +110,16 @@ def _hidden_main() -> Iterator[None]:
 def _train(job: Job, data: Images, emit: Emit) -> str:
     for module in job.local.plugins:
         load_plugin(module)
-    site, broadcast = Site(job.client, data.take(job.samples), job.state, job.local), _broadcast(job.broadcast)
+    site = Site(job.client, data.take(job.samples), job.state, job.local)
+    broadcast = _broadcast(job.broadcast, job.broadcast.stat().st_mtime_ns)
     final = job.until == broadcast.recipe.training.epochs
     train(broadcast, site, job.until, emit).write(job.upload, flush=final)  # a lost snapshot is trained again
     return job.client
 
 
 @lru_cache(maxsize=2)
-def _broadcast(path: Path) -> Broadcast:
-    """A broadcast is written once, before the first job that names it."""
+def _broadcast(path: Path, _written: int) -> Broadcast:
+    """Read once for all clients that share it; a file written anew is read anew."""
     return Broadcast.read(path)
 
 

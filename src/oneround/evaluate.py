@@ -21,8 +21,6 @@ from oneround.models.inference import Combine, Totals
 from oneround.protocol import Broadcast, GlobalModel, Upload
 from oneround.protocol.model import preprocessing
 
-CHUNK = 500  # images seen at once
-
 
 @dataclass(frozen=True)
 class Score:
@@ -57,11 +55,6 @@ class Score:
         }
 
 
-def _chunks(images: Images, device: torch.device, mean: float, std: float) -> Iterator[Tensor]:
-    for pixels in images.pixels.split(CHUNK):
-        yield (pixels.to(device).float() / 255 - mean) / std
-
-
 @torch.inference_mode()
 def score_uploads(
     rules: Mapping[str, Rule], uploads: Sequence[Upload], broadcast: Broadcast, test: Images, device: torch.device
@@ -69,17 +62,16 @@ def score_uploads(
     """Every rule's score on the same uploads, and every client's alone; one encoder in memory at a time."""
     together = {name: rule for name, rule in rules.items() if isinstance(rule, EnsembleRule)}
     mean, std = preprocessing(broadcast.recipe)
-    parts = -(-len(test) // CHUNK)
-    totals: dict[str, list[Totals | None]] = {name: [None] * parts for name in together}
+    totals: dict[str, list[Totals]] = {name: [] for name in together}
     alone: dict[str, Score] = {}
     for upload in uploads:
-        answers = _look(expert_of(upload, broadcast, device), together, totals, _chunks(test, device, mean, std))
+        answers = _look(expert_of(upload, broadcast, device), together, totals, test.batches(device, mean, std))
         alone[upload.client] = Score.of(answers, test.labels, broadcast.classes)
         del upload  # before the next one is read
     scores = {}
     for name, each in rules.items():
         if name in together:
-            outcome = torch.cat([together[name].scores(sums) for sums in totals[name] if sums is not None])
+            outcome = torch.cat([together[name].scores(sums) for sums in totals[name]])
             scores[name] = Score.of(outcome, test.labels, broadcast.classes)
         else:
             scores[name] = score_model(
@@ -89,15 +81,16 @@ def score_uploads(
 
 
 def _look(
-    expert: Expert, rules: Mapping[str, Combine], totals: dict[str, list[Totals | None]], chunks: Iterator[Tensor]
+    expert: Expert, rules: Mapping[str, Combine], totals: dict[str, list[Totals]], batches: Iterator[Tensor]
 ) -> Tensor:
     """Let one expert see every image: fold what it sees into every rule's totals, return its own answers."""
     answers = []
-    for part, images in enumerate(chunks):
+    for number, images in enumerate(batches):
         seen = expert.see(images)
         answers.append(seen.logits)
         for name, rule in rules.items():
-            totals[name][part] = rule.add(totals[name][part], seen)
+            so_far = totals[name]
+            so_far[number : number + 1] = [rule.add(so_far[number] if number < len(so_far) else None, seen)]
     return torch.cat(answers)
 
 
@@ -106,12 +99,12 @@ def score_model(model: GlobalModel, test: Images, device: torch.device) -> Score
     """A model's score; a streamed ensemble reads each of its networks once."""
     if isinstance(model.inference, Ensemble):
         rule = model.inference.rule
-        totals: dict[str, list[Totals | None]] = {"": [None] * -(-len(test) // CHUNK)}
+        totals: dict[str, list[Totals]] = {"": []}
         for expert in model.inference.experts:
-            _look(expert.to(device), {"": rule}, totals, _chunks(test, device, model.mean, model.std))
+            _look(expert.to(device), {"": rule}, totals, test.batches(device, model.mean, model.std))
             del expert
-        outcome = [rule.scores(sums) for sums in totals[""] if sums is not None]
+        outcome = [rule.scores(sums) for sums in totals[""]]
     else:
         inference = model.inference.to(device)
-        outcome = [inference(images) for images in _chunks(test, device, model.mean, model.std)]
+        outcome = [inference(images) for images in test.batches(device, model.mean, model.std)]
     return Score.of(torch.cat(outcome), test.labels, len(model.class_names))

@@ -11,10 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from oneround import acts
-from oneround.crew import crew_size
+from oneround.crew import Job, crew_size
 from oneround.data import Dataset, Split, partitions
 from oneround.errors import ProtocolError, RunError
 from oneround.learning.batches import steps_per_epoch
@@ -23,7 +25,7 @@ from oneround.observe.log import MetricsLog
 from oneround.observe.words import size_in_words
 from oneround.protocol import Broadcast, UploadFolder, blob
 from oneround.reading import load
-from oneround.recipe import Recipe
+from oneround.recipe import Local, Recipe
 from oneround.site import choose_device, threads_per_client
 
 
@@ -58,6 +60,10 @@ class RunFolder:
 
     def state(self, client: str) -> Path:
         return self.path / "clients" / client
+
+    def job(self, client: str, samples: NDArray[np.int64], until: int, local: Local) -> Job:
+        """Work for the crew: train that client to the end of an epoch, its state and upload kept here."""
+        return Job(client, samples, self.broadcast, self.upload(client), self.state(client), until, local)
 
     def write_json(self, name: str, content: Any) -> None:
         blob.write_durably(self.path / name, json.dumps(content, indent=1, ensure_ascii=False).encode())

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from oneround import acts
-from oneround.crew import Crew, Job, crew_size
+from oneround.crew import Crew, crew_size
 from oneround.data import Dataset, load_dataset
 from oneround.errors import Interrupted, RecipeError, RunError
 from oneround.evaluate import Score, score_uploads
@@ -105,17 +105,7 @@ def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit) -> No
         if stop in scored and stop != plan.stops[-1]:
             continue
         waiting = [
-            crew.submit(
-                Job(
-                    name,
-                    plan.split.clients[number],
-                    place.broadcast,
-                    place.upload(name),
-                    place.state(name),
-                    stop,
-                    recipe.local,
-                )
-            )
+            crew.submit(place.job(name, plan.split.clients[number], stop, recipe.local))
             for name, number in sorted(clients.items(), key=lambda item: -plan.split.sizes[item[1]])
             if Upload.epoch_of(place.upload(name)) != stop
         ]

@@ -16,7 +16,7 @@ from oneround.errors import RunError
 from oneround.learning.batches import batches, steps_per_epoch
 from oneround.learning.loop import learning_rate
 from oneround.protocol import Broadcast, Upload
-from oneround.recipe import Training
+from oneround.recipe import Local, Training
 from oneround.site import Site
 
 
@@ -58,7 +58,9 @@ def test_batches(samples: int, size: int, last: str) -> None:
 def test_training_repeats_bit_for_bit_and_follows_its_seed(digits: Dataset) -> None:
     broadcast = prepared(digits, training__epochs=2)
     first, second = (acts.train(broadcast, some(digits, 100)) for _ in range(2))
-    assert first.content == second.content
+    strict = Site("site", digits.train.take(torch.arange(100)), local=Local(deterministic=True))
+    assert first.content == second.content == acts.train(broadcast, strict).content
+    assert not torch.are_deterministic_algorithms_enabled()
     other = prepared(digits, training__epochs=2, seeds__training=2)
     third = acts.train(other, some(digits, 100))
     assert not torch.equal(first.weights["prototypes"], third.weights["prototypes"])
@@ -177,8 +179,6 @@ def test_the_learning_rate_over_the_whole_training() -> None:
 
 
 def test_compiled_training_learns_the_same(digits: Dataset) -> None:
-    from oneround.recipe import Local
-
     broadcast = prepared(digits, training__batch_size=50)
     data = digits.train.take(torch.arange(100))
     plain, compiled = (acts.train(broadcast, Site("site", data, local=Local(compile=how))) for how in (False, True))

@@ -14,10 +14,9 @@ from scipy import stats
 from oneround.observe.log import MetricsLog
 from oneround.observe.progress import Live
 from oneround.observe.statistics import Summary, paired
-from oneround.observe.tables import markdown_table, terminal_table
+from oneround.observe.tables import Row, markdown_table, terminal_table
 from oneround.observe.words import duration, size_in_words
 from oneround.seeds import derive, generator
-from oneround.study import Row
 
 
 def test_intervals_are_scipy_s() -> None:

@@ -38,7 +38,7 @@ def demo(
     """See what one round can give: FAFI on real digits, five skewed clients, every fusion rule on the same uploads."""
     from oneround.observe.progress import Live
     from oneround.observe.tables import terminal_table
-    from oneround.study import study
+    from oneround.study import accuracies, study, table_rows
 
     started = time.monotonic()
     place = folder or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
@@ -47,7 +47,7 @@ def demo(
         finished = study(recipe, place, range(1, partitions + 1), resume=resume, emit=live.emit)
     out.print()
     title = f"FAFI on {recipe.data.kind}, {recipe.partition.label}: test accuracy in % over {partitions} partitions"
-    out.print(terminal_table(finished.rows(), title, "average"))
+    out.print(terminal_table(table_rows(accuracies(finished.record()), "average"), title, "average"))
     for seed, result in zip(finished.partitions, finished.results, strict=True):
         alone = "  ".join(f"{100 * value:.1f}" for value in result.clients.values())
         out.print(f"partition {seed}, each client alone: {alone}", highlight=False)

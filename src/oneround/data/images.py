@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,6 +32,11 @@ class Images:
 
     def to(self, device: torch.device) -> Images:
         return Images(self.pixels.to(device), self.labels.to(device))
+
+    def batches(self, device: torch.device, mean: float, std: float, size: int = 500) -> Iterator[Tensor]:
+        """Normalised floats on the device, so many images at a time."""
+        for pixels in self.pixels.split(size):
+            yield (pixels.to(device).float() / 255 - mean) / std
 
     def class_counts(self, classes: int) -> Tensor:
         """(classes,) int64"""

@@ -94,9 +94,14 @@ def supervised_contrastive(unit: Tensor, labels: Tensor, temperature: float) -> 
     return -per_anchor.sum() / (positives > 0).sum().clamp(min=1)
 
 
+def active(objective: Objective) -> dict[str, Term]:
+    """The terms that count; one of weight 0 is not computed."""
+    every = {name: terms.of(part) for name, part in objective.terms.items()}
+    return {name: term for name, term in every.items() if term.weight}
+
+
 def evaluate(objective: Objective, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The total and every term's own value before its weight; terms of weight 0 are not computed."""
-    active = [(name, terms.of(part)) for name, part in objective.terms.items()]
-    values = {name: term.loss(batch) for name, term in active if term.weight}
-    total = sum((term.weight * values[name] for name, term in active if term.weight), start=batch.unit.new_zeros(()))
-    return total, values
+    """The total and every active term's own value before its weight."""
+    chosen = active(objective)
+    values = {name: term.loss(batch) for name, term in chosen.items()}
+    return torch.stack([term.weight * values[name] for name, term in chosen.items()]).sum(), values

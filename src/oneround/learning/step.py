@@ -71,7 +71,7 @@ class Stepper:
         if self.training.momentum:
             for parameter in self.net.parameters():
                 self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        self.names = ["loss", *(name for name, term in recipe.objective.terms.items() if term.weight), "gradient_norm"]  # type: ignore[attr-defined]
+        self.names = ["loss", *objective.active(recipe.objective), "gradient_norm"]
         self.sums = torch.zeros(len(self.names), device=device)
         self.stream = _side_stream(device) if device.type == "cuda" else None
         self.to_warm = WARM_UP if recorded and self.stream else -1

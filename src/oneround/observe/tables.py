@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from rich.table import Table
 
 from oneround.observe.statistics import Summary
 
 
-class Row(Protocol):
+@dataclass(frozen=True)
+class Row:
     """One line of a comparison: accuracies in percent over partitions, and their paired difference to a baseline."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def accuracy(self) -> Summary: ...
-    @property
-    def difference(self) -> Summary | None: ...
+    name: str
+    accuracy: Summary
+    difference: Summary | None = None
 
 
 def _difference(difference: Summary | None) -> str:
