@@ -205,9 +205,7 @@ def parse_part(name: str, raw: Any) -> Part:
         part: Part = slot(name).parse(raw)
         return part
     except ValidationError as error:
-        raise RecipeError(
-            "\n".join(dict.fromkeys(_explain(dict(item)) for item in error.errors(include_url=False)))
-        ) from None
+        raise RecipeError(_lines(error)) from None
     except PydanticCustomError as error:
         raise RecipeError(error.message()) from None
 
@@ -224,8 +222,12 @@ def _checked(model: type[M], raw: Any) -> M:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        lines = dict.fromkeys(_explain(dict(item)) for item in error.errors(include_url=False))
-        raise RecipeError("\n".join(lines)) from None
+        raise RecipeError(_lines(error)) from None
+
+
+def _lines(error: ValidationError) -> str:
+    """A line for each mistake."""
+    return "\n".join(dict.fromkeys(_explain(dict(item)) for item in error.errors(include_url=False)))
 
 
 _PLAIN = {
