@@ -8,20 +8,23 @@ model = fuse(uploads, broadcast)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from oneround.data import Dataset
 from oneround.errors import ProtocolError
 from oneround.fusion import Rule, rules
 from oneround.learning import Emit, Learner, silent
+from oneround.learning.anchors import anchors
+from oneround.learning.bank import make_bank, unit_features
 from oneround.models import PrototypeNet, initialise
+from oneround.models.prototype import build
 from oneround.protocol import Broadcast, GlobalModel, Upload
-from oneround.protocol.messages import Shapes
+from oneround.protocol.messages import Shapes, size_of
 from oneround.protocol.model import preprocessing
 from oneround.reading import change
 from oneround.recipe import Federated, Recipe
@@ -38,13 +41,50 @@ def settle(recipe: Recipe, data: Dataset) -> Recipe:
     return change(recipe, changes) if changes else recipe
 
 
-def prepare(recipe: Recipe, class_names: tuple[str, ...], shape: tuple[int, int, int]) -> Broadcast:
-    """Server: what every site starts from."""
+def prepare(
+    recipe: Recipe,
+    class_names: tuple[str, ...],
+    shape: tuple[int, int, int],
+    server: Site | None = None,
+    emit: Emit = silent,
+) -> Broadcast:
+    """Server: what every site starts from. `server` holds the public images, for recipes that need some."""
     assert recipe.model.encoder is not None, "settle the recipe first"
     net = initialise(recipe.model.encoder, shape[0], len(class_names), recipe.seeds.initialisation)
     if recipe.local.initial_weights:
         _start_from(recipe.local.initial_weights, net)
-    return Broadcast(recipe.federated, class_names, shape, net.weights())
+    broadcast = Broadcast(recipe.federated, class_names, shape, net.weights())
+    extras: dict[str, Tensor] = {}
+    if recipe.alignment is not None:
+        maker = anchors.of(recipe.alignment.anchors)
+        extras["anchors"] = maker.make(len(class_names), net.encoder.features, recipe.seeds.initialisation)
+    if recipe.bank is not None:
+        with (server or Site("server")).arithmetic(net.size):
+            extras |= make_bank(broadcast, server, emit)
+    return replace(broadcast, extras=extras)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What crosses the network for one client, known before anything is trained."""
+
+    parameters: int
+    down: int
+    """Bytes"""
+    up: int
+
+
+def traffic(recipe: Federated, classes: int, channels: int, public: int) -> Traffic:
+    """For a task of that many classes and channels, with so many public images at the server."""
+    assert recipe.model.encoder is not None, "settle the recipe first"
+    with torch.device("meta"):
+        net = build(recipe.model.encoder, channels, classes)
+    network, features = size_of(net.state_dict()), net.encoder.features
+    extras = 4 * classes * features if recipe.alignment else 0
+    if recipe.bank is not None:
+        extras += min(recipe.bank.size, public) * (4 * features + 8)
+    asked = asked_by(rules_of(recipe), classes, features).values()
+    return Traffic(net.size, network + extras, network + 4 * sum(int(torch.Size(shape).numel()) for shape in asked))
 
 
 def train(broadcast: Broadcast, site: Site, until: int | None = None, emit: Emit = silent) -> Upload:
@@ -56,10 +96,11 @@ def train(broadcast: Broadcast, site: Site, until: int | None = None, emit: Emit
             client=site.name,
             recipe_digest=broadcast.digest,
             epoch=learner.epoch,
-            class_counts=learner.data.class_counts(broadcast.classes),
+            class_counts=learner.counts,
             weights=learner.net.weights(),
             statistics=_measure(learner, broadcast),
             history=learner.history,
+            stopped=learner.stopped or "",
         )
 
 
@@ -81,15 +122,14 @@ def rules_of(recipe: Federated) -> list[Rule]:
 
 def statistics_of(broadcast: Broadcast) -> Shapes:
     """Names and shapes of the statistics the recipe's rules ask every client for."""
-    return asked_by(rules_of(broadcast.recipe), broadcast)
+    return asked_by(rules_of(broadcast.recipe), *broadcast.weights["prototypes"].shape)
 
 
-def asked_by(chosen: Sequence[Rule], broadcast: Broadcast) -> Shapes:
+def asked_by(chosen: Sequence[Rule], classes: int, features: int) -> Shapes:
     """Names and shapes of the statistics these rules ask every client for."""
-    features = broadcast.weights["prototypes"].shape[1]
     asked: Shapes = {}
     for rule in chosen:
-        asked |= rule.statistics(broadcast.classes, features)
+        asked |= rule.statistics(classes, features)
     return asked
 
 
@@ -98,10 +138,7 @@ def _measure(learner: Learner, broadcast: Broadcast) -> dict[str, Tensor]:
     """The statistics asked for, from unit features of the site's own images without augmentation."""
     if not statistics_of(broadcast):
         return {}
-    mean, std = preprocessing(broadcast.recipe)
-    learner.net.eval()
-    batches = learner.data.batches(learner.site.device, mean, std)
-    unit = torch.cat([F.normalize(learner.net.encoder(images), dim=1) for images in batches])
+    unit = unit_features(learner.net, learner.data.batches(learner.site.device, *preprocessing(broadcast.recipe)))
     measured: dict[str, Tensor] = {}
     for rule in rules_of(broadcast.recipe):
         measured |= rule.measure(unit, learner.data.labels, broadcast.classes)

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +43,8 @@ class Job:
     state: Path
     until: int
     local: Local
+    told: Mapping[str, float]
+    """What the simulation tells the client about the others."""
 
 
 def crew_size(local: Local, parameters: int, clients: int) -> int:
@@ -110,7 +112,7 @@ def _hidden_main() -> Iterator[None]:
 def _train(job: Job, data: Images, emit: Emit) -> str:
     for module in job.local.plugins:
         load_plugin(module)
-    site = Site(job.client, data.take(job.samples), job.state, job.local)
+    site = Site(job.client, data.take(job.samples), job.state, job.local, job.told)
     broadcast = _broadcast(job.broadcast, job.broadcast.stat().st_mtime_ns)
     final = job.until == broadcast.recipe.training.epochs
     train(broadcast, site, job.until, emit).write(job.upload, flush=final)  # a lost snapshot is trained again

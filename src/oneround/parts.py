@@ -80,6 +80,10 @@ _HOMES = {
     "partition": "oneround.data",
     "encoder": "oneround.models",
     "term": "oneround.learning.objective",
+    "anchors": "oneround.learning.anchors",
+    "weight": "oneround.learning.weights",
+    "schedule": "oneround.learning.schedules",
+    "guard": "oneround.learning.guards",
     "fusion": "oneround.fusion",
 }
 _slots: dict[str, Slot[Any]] = {}

@@ -64,7 +64,7 @@ _METHODS = Path(__file__).parent / "methods"
 
 
 def presets() -> dict[str, dict[str, Any]]:
-    """Every preset by name: its `about` block (idea, alias) and its recipe."""
+    """Every preset by name: its `about` block (alias, idea, formula) and what it says of the recipe."""
     found = {}
     for path in sorted(_METHODS.glob("*.yaml")):
         found[path.stem] = read_yaml(path.read_text(encoding="utf-8"), path.name)
@@ -72,11 +72,12 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 def _preset(name: str) -> dict[str, Any]:
+    """A preset by name or alias, with all it extends laid under it."""
     known = presets()
     for preset, raw in known.items():
-        about = raw.pop("about", {})
-        if name in (preset, about.get("alias")):
-            return {"method": preset, **raw}
+        if name in (preset, raw.pop("about", {}).get("alias")):
+            base = raw.pop("extends", None)
+            return merge(_preset(base) if base else {}, {**raw, "method": preset})
     raise RecipeError(
         f"no preset or recipe file '{name}'{did_you_mean(name, known)} (presets: {', '.join(known)}; or a .yaml file, or a run folder)"
     )
@@ -99,20 +100,30 @@ def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def assign(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Set `a.b.c` in nested data; a bare name on the way (`encoder: cnn`) becomes a mapping with that kind."""
+    """Set `a.b.c` in nested data; a list is entered by number, a bare name (`encoder: cnn`) becomes a mapping with that kind."""
     *path, last = key.split(".")
-    node = raw
+    node: Any = raw
     for step in path:
-        below = node.get(step)
+        at = _place(node, step, key)
+        below = node[at] if isinstance(node, list) else node.get(at)
         if isinstance(below, str):
             below = {"kind": below}
-        if below is not None and not isinstance(below, dict):
+        if below is not None and not isinstance(below, dict | list):
             raise RecipeError(f"{key}: '{step}' holds {below!r}, not a mapping; set {'.'.join(path)} itself")
-        node[step] = dict(below or {})
-        node = node[step]
-    if last == "kind" and node.get("kind") not in (None, value):
+        node[at] = list(below) if isinstance(below, list) else dict(below or {})
+        node = node[at]
+    if last == "kind" and isinstance(node, dict) and node.get("kind") not in (None, value):
         node.clear()
-    node[last] = value
+    node[_place(node, last, key)] = value
+
+
+def _place(node: Any, step: str, key: str) -> Any:
+    """Where `step` leads in a mapping (its name) or in a list (its number, from 0)."""
+    if not isinstance(node, list):
+        return step
+    if not (step.isdigit() and int(step) < len(node)):
+        raise RecipeError(f"{key}: '{step}' is no place in a list of {len(node)}; use 0 to {len(node) - 1}")
+    return int(step)
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -181,12 +192,10 @@ def _load_plugins(raw: dict[str, Any]) -> dict[str, Any]:
             return [walk(value) for value in node]
         return name_of(node)
 
-    parts: dict[str, Any] = {
-        key: walk(raw[key]) for key in ("data", "partition", "model", "objective", "fusion") if key in raw
-    }
+    walked = {key: value if key in ("local", "method") else walk(value) for key, value in raw.items()}
     if not modules:
         return raw
-    return {**raw, **parts, "local": {**(local if isinstance(local, dict) else {}), "plugins": modules}}
+    return {**walked, "local": {**(local if isinstance(local, dict) else {}), "plugins": modules}}
 
 
 def parse(raw: dict[str, Any]) -> Recipe:

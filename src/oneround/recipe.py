@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
+from oneround.errors import did_you_mean
 from oneround.parts import In, Part, Strict, slot
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
@@ -24,6 +25,9 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
+
+
+FAFI = ("cross-entropy", "supervised-contrastive", "prototype-feature", "prototype-separation")
 
 
 class Seeds(Strict):
@@ -93,11 +97,26 @@ class Training(Strict):
     augment: Augment = Augment()
 
 
+class Stage(Strict):
+    """A stretch of the training with its own choice of terms."""
+
+    share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Part of all local epochs it takes (at least one); the last stage takes the rest."""
+    epochs: Count | None = None
+    """Or how many epochs."""
+    terms: dict[str, NotNegative] | None = None
+    """Which terms count, with their weights; left out: all of them."""
+    align: bool = True
+    """Whether the alignment counts too."""
+
+
 class Objective(Strict):
-    """What a client minimises: a weighted sum of terms."""
+    """What a client minimises: a weighted sum of terms, all the time or stage by stage."""
 
     terms: dict[str, Annotated[Part, In("term")]] = Field(default_factory=dict)
     """By name, each with its options: `supervised-contrastive: {temperature: 0.07, weight: 1}`."""
+    stages: list[Stage] = Field(default=[])
+    """Left out: one stage with every term."""
 
     @model_validator(mode="before")
     @classmethod
@@ -117,6 +136,77 @@ class Objective(Strict):
             raise ValueError(f"objective.terms is empty: start from a preset (extends: fafi) or name terms ({known})")
         return self
 
+    @model_validator(mode="after")
+    def _stages_follow(self) -> Objective:
+        for number, stage in enumerate(self.stages):
+            where, last = f"stages.{number}", number == len(self.stages) - 1
+            if (stage.share is None) + (stage.epochs is None) != (2 if last else 1):
+                rule = (
+                    "the last stage takes the rest: no share, no epochs"
+                    if last
+                    else "give share or epochs, one of both"
+                )
+                raise ValueError(f"{where}: {rule}")
+            for name in stage.terms or {}:
+                if name not in self.terms:
+                    hint = did_you_mean(name, self.terms)
+                    raise ValueError(f"{where}.terms.{name}: no such term{hint} (terms: {', '.join(self.terms)})")
+            if stage.terms is not None and not any(stage.terms.values()):
+                raise ValueError(f"{where}.terms: no term counts; give at least one a weight above 0")
+        return self
+
+
+class Alignment(Strict):
+    """A pull towards fixed anchors that the server sends to all: L = L_base + λ·L_align."""
+
+    anchors: Annotated[Part, In("anchors")] = Field(default="etf", validate_default=True)
+    """Where to: `etf` (a simplex equiangular tight frame) or `random` unit vectors."""
+    target: Literal["prototypes", "features"] = "prototypes"
+    """What is pulled."""
+    classes: Literal["all", "present"] = "all"
+    """Prototypes of all classes, or of those in the batch."""
+    distance: Literal["squared", "cosine"] = "squared"
+    """Mean squared difference over all entries, or 1 − cos."""
+    path: Literal["direct", "progressive"] = "direct"
+    """Pull to the anchors from the start, or to a point that wanders from the initial prototypes to them."""
+    weight: Annotated[Part, In("weight")] = Field(default="fixed", validate_default=True)
+    """λ: `fixed`, `entropy`, `uncertainty`, `equilibrium`."""
+    schedule: Annotated[Part, In("schedule")] = Field(default="constant", validate_default=True)
+    """s(p) over the whole training: `constant`, `linear`, `cosine`, `consensus`."""
+    guard: Annotated[Part, In("guard")] = Field(default="none", validate_default=True)
+    """What keeps a learned λ in bounds: `none`, `inverse-variance`, `hinge`, `clamp`."""
+
+    @model_validator(mode="after")
+    def _guard_fits(self) -> Alignment:
+        slot("guard").of(self.guard).check(self.weight)
+        return self
+
+
+class Bank(Strict):
+    """Features of public images, made by a teacher that the server trains on them, sent to every site."""
+
+    size: Count = 4096
+    """How many features; all public images if there are fewer."""
+    teacher_epochs: Count = 20
+    teacher: Objective = Field(default={"terms": {name: {} for name in FAFI}}, validate_default=True)
+    """What the teacher minimises; FAFI's four terms unless others are named."""
+
+
+class Rails(Strict):
+    """What to do when training goes off the rails: λ out of range, a loss that is not finite, collapsed features."""
+
+    largest_weight: Positive = 1000.0
+    """The effective λ above which alignment is said to explode."""
+    on_explosion: Literal["warn", "clamp", "stop"] = "warn"
+    """Say so and go on; hold λ at the limit (and drop the alignment of a client that diverges or collapses); or stop."""
+
+
+class Trace(Strict):
+    """How often gradients are looked at, term by term."""
+
+    every: Annotated[int, Field(ge=0)] = 20
+    """Once in so many steps, at the end of an epoch; 0: never."""
+
 
 class Evaluation(Strict):
     unnormalised: bool = False
@@ -133,14 +223,35 @@ class Federated(Strict):
     """The data set: digits, mnist, fashion-mnist, cifar10, cifar100, svhn, tiny-imagenet, gtsrb, images, npz, arrays."""
     partition: Annotated[Part, In("partition")] = Field(default="dirichlet", validate_default=True)
     """Who holds what."""
+    public: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the training images the server keeps for itself, taken out of every class before the partition."""
     model: Model = Model()
     training: Training = Training()
     objective: Objective = Field(default_factory=dict, validate_default=True)
+    alignment: Alignment | None = None
+    """Left out: none."""
+    bank: Bank | None = None
+    """Left out: none. Needs public images."""
+    rails: Rails = Rails()
+    trace: Trace = Trace()
     fusion: list[Annotated[Part, In("fusion")]] = Field(default=["iffi"], validate_default=True, min_length=1)
     """Fusion rules: the first makes the global model, the others are scored beside it on the same uploads."""
     snapshots: Annotated[int, Field(ge=0)] = 10
     """Fuse and score what an upload would give every so many epochs; 0: only at the end."""
     evaluation: Evaluation = Evaluation()
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Federated:
+        if self.bank is not None and not self.public:
+            raise ValueError("bank: its features come from public images; set public, for example public: 0.1")
+        if len(self.objective.stages) > self.training.epochs:
+            raise ValueError(
+                f"training.epochs = {self.training.epochs}: must be ≥ {len(self.objective.stages)}, one for each stage"
+            )
+        wanting = [name for name, term in self.objective.terms.items() if getattr(term, "needs_bank", False)]
+        if wanting and self.bank is None:
+            raise ValueError(f"objective.terms.{wanting[0]}: needs a feature bank; add bank: {{}} and public: 0.1")
+        return self
 
     @property
     def digest(self) -> str:

@@ -12,21 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from oneround import acts
 from oneround.crew import Job, crew_size
 from oneround.data import Dataset, Split, partitions
 from oneround.errors import ProtocolError, RunError
+from oneround.learning import Emit, silent
 from oneround.learning.batches import steps_per_epoch
+from oneround.learning.schedules import schedules
 from oneround.observe.environment import device_name
 from oneround.observe.log import MetricsLog
 from oneround.observe.words import size_in_words
 from oneround.protocol import Broadcast, UploadFolder, blob
 from oneround.reading import load
 from oneround.recipe import Local, Recipe
-from oneround.site import choose_device, threads_per_client
+from oneround.site import Site, choose_device, threads_per_client
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,17 @@ class RunFolder:
     def state(self, client: str) -> Path:
         return self.path / "clients" / client
 
-    def job(self, client: str, samples: NDArray[np.int64], until: int, local: Local) -> Job:
+    def job(self, client: str, samples: NDArray[np.int64], until: int, local: Local, told: Mapping[str, float]) -> Job:
         """Work for the crew: train that client to the end of an epoch, its state and upload kept here."""
-        return Job(client, samples, self.broadcast, self.upload(client), self.state(client), until, local)
+        return Job(client, samples, self.broadcast, self.upload(client), self.state(client), until, local, told)
+
+    def read_spreads(self) -> dict[int, float]:
+        """How far apart the clients' prototypes were after each epoch; kept only where a schedule looks at it."""
+        path = self.path / "consensus.json"
+        return {int(epoch): value for epoch, value in json.loads(path.read_text()).items()} if path.is_file() else {}
+
+    def write_spreads(self, spreads: Mapping[int, float]) -> None:
+        self.write_json("consensus.json", spreads)
 
     def write_json(self, name: str, content: Any) -> None:
         blob.write_durably(self.path / name, json.dumps(content, indent=1, ensure_ascii=False).encode())
@@ -103,13 +112,18 @@ class Plan:
     recipe: Recipe
     data: Dataset
     split: Split
-    broadcast: Broadcast
+    traffic: acts.Traffic
 
     @staticmethod
     def of(recipe: Recipe, data: Dataset) -> Plan:
         settled = acts.settle(recipe, data)
-        split = partitions.of(settled.partition).split(data, settled.seeds.partition)
-        return Plan(settled, data, split, acts.prepare(settled, data.class_names, data.shape))
+        split = partitions.of(settled.partition).split(data, settled.seeds.partition, settled.public)
+        return Plan(settled, data, split, acts.traffic(settled, data.classes, data.shape[0], len(split.public)))
+
+    def prepare(self, emit: Emit = silent) -> Broadcast:
+        """The first act, on this machine: the server holds the public images."""
+        server = Site("server", self.data.train.take(self.split.public), local=self.recipe.local)
+        return acts.prepare(self.recipe, self.data.class_names, self.data.shape, server, emit)
 
     @property
     def clients(self) -> dict[str, int]:
@@ -123,19 +137,28 @@ class Plan:
         return training.epochs * sum(steps_per_epoch(size, training) for size in self.split.sizes)
 
     @property
-    def parameters(self) -> int:
-        return sum(tensor.numel() for tensor in self.broadcast.weights.values())
-
-    @property
-    def upload_bytes(self) -> int:
-        asked = acts.statistics_of(self.broadcast)
-        return self.broadcast.size + 4 * sum(int(torch.Size(shape).numel()) for shape in asked.values())
-
-    @property
     def stops(self) -> list[int]:
         """Epochs after which uploads are fused and scored; the last is the end."""
         epochs, every = self.recipe.training.epochs, self.recipe.snapshots
         return sorted({*(range(every, epochs, every) if every else ()), epochs})
+
+    def remarks(self) -> list[str]:
+        """What a reader of the result has to know."""
+        told = self.split.remarks()
+        if self.meets_every_epoch:
+            told.append("clients learn of each other's prototypes every epoch: simulation only, not a one-round method")
+        return told
+
+    @property
+    def meets_every_epoch(self) -> bool:
+        """Whether clients must know of each other while they train, which only a simulation can offer."""
+        alignment = self.recipe.alignment
+        return alignment is not None and schedules.of(alignment.schedule).needs_others
+
+    @property
+    def meetings(self) -> list[int]:
+        """Epochs after which all clients have uploaded."""
+        return list(range(1, self.recipe.training.epochs + 1)) if self.meets_every_epoch else self.stops
 
     def lines(self) -> list[str]:
         """The run's size in words: samples, steps, parameters, bytes, device."""
@@ -145,10 +168,10 @@ class Plan:
         shown = ", ".join(f"{size:,}" for size in sizes[:10]) + (
             f", … ({min(sizes):,} to {max(sizes):,})" if len(sizes) > 10 else ""
         )
-        down, up = self.broadcast.size, self.upload_bytes
-        device, at_once = choose_device(local.device), crew_size(local, self.parameters, len(clients))
+        parameters, down, up = self.traffic.parameters, self.traffic.down, self.traffic.up
+        device, at_once = choose_device(local.device), crew_size(local, parameters, len(clients))
         how = (
-            f"{at_once} at once, {threads_per_client(local, self.parameters)} thread(s) each"
+            f"{at_once} at once, {threads_per_client(local, parameters)} thread(s) each"
             if device.type == "cpu"
             else "one after another"
         )
@@ -156,12 +179,13 @@ class Plan:
         return [
             f"{recipe.method} on {self.data.name}: {len(self.data.train):,} training and {len(self.data.test):,} test images "
             f"({channels}×{height}×{width}, {self.data.classes} classes), {recipe.partition.label}, seed {recipe.seeds.partition}",
-            f"  {len(clients)} clients with {shown} samples",
-            f"  {recipe.model.encoder.label}: {self.parameters:,} parameters; {recipe.training.epochs} epochs, {self.steps:,} steps "
+            f"  {len(clients)} clients with {shown} samples"
+            + (f"; the server keeps {len(self.split.public):,} public ones" if len(self.split.public) else ""),
+            f"  {recipe.model.encoder.label}: {parameters:,} parameters; {recipe.training.epochs} epochs, {self.steps:,} steps "
             f"of up to {recipe.training.batch_size} samples × 2 views",
             f"  network: {size_in_words(down)} down and {size_in_words(up)} up per client, {size_in_words(len(clients) * (down + up))} in all",
             f"  on {device_name(device)}: clients {how}",
-            *(f"  note: {remark}" for remark in self.split.remarks()),
+            *(f"  note: {remark}" for remark in self.remarks()),
         ]
 
 

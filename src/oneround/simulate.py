@@ -25,9 +25,10 @@ from oneround.data import Dataset, load_dataset
 from oneround.errors import Interrupted, RecipeError, RunError
 from oneround.evaluate import Score, score_uploads
 from oneround.learning import Emit, silent
+from oneround.learning.schedules import consensus, spread
 from oneround.observe import pictures
 from oneround.observe.environment import environment
-from oneround.protocol import Upload, UploadFolder, blob
+from oneround.protocol import Broadcast, Upload, UploadFolder, blob
 from oneround.recipe import Recipe
 from oneround.runs import Plan, Result, RunFolder
 from oneround.site import Site, choose_device
@@ -52,10 +53,12 @@ def run(
     plan = Plan.of(recipe, data)
     announcement = {"event": "plan", "lines": plan.lines(), "steps": plan.steps, "epochs": plan.recipe.training.epochs}
     with place.locked(), _logging(folder):
-        _begin(place, plan)
+        begun = _begun(place, plan)
         emit(announcement)
+        if not begun:
+            _begin(place, plan, emit)
         if not place.result.exists():
-            size = crew_size(plan.recipe.local, plan.parameters, len(plan.clients))
+            size = crew_size(plan.recipe.local, plan.traffic.parameters, len(plan.clients))
             try:
                 with nullcontext(crew) if crew else Crew(data.train, size, emit) as workers:
                     _train_and_score(place, plan, workers, emit)
@@ -68,8 +71,8 @@ def run(
         return Result.read(folder)
 
 
-def _begin(place: RunFolder, plan: Plan) -> None:
-    """Write down what this run is, or check that it is the run that was begun here."""
+def _begun(place: RunFolder, plan: Plan) -> bool:
+    """Whether a run was begun here already; if so it must be this one."""
     if place.recipe.exists():
         begun = place.read_recipe()
         if begun.digest != plan.recipe.digest:
@@ -80,7 +83,12 @@ def _begin(place: RunFolder, plan: Plan) -> None:
             told = json.loads((place.path / "partition.json").read_text(encoding="utf-8"))
             if told["digest"] != plan.split.digest:
                 raise RecipeError(f"{place.path}: was begun on other data or another partition; choose another --out")
-            return
+            return True
+    return False
+
+
+def _begin(place: RunFolder, plan: Plan, emit: Emit) -> None:
+    """Write down what this run is, and what every client starts from."""
     rule, seed = plan.recipe.partition, plan.recipe.seeds.partition
     place.write_json("environment.json", environment(choose_device(plan.recipe.local.device)))
     place.write_json(
@@ -88,41 +96,59 @@ def _begin(place: RunFolder, plan: Plan) -> None:
     )
     title = f"{plan.data.name}, {rule.label}, seed {seed}"
     pictures.draw_partition(plan.split, plan.data.class_names, place.path / "partition.png", title)
-    plan.broadcast.write(place.broadcast)
+    plan.prepare(emit).write(place.broadcast)
     blob.write_durably(place.recipe, plan.recipe.to_yaml().encode())
-    for remark in plan.split.remarks():
+    for remark in plan.remarks():
         log.warning(remark)
 
 
 def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit) -> None:
     recipe, clients = plan.recipe, plan.clients
     site = Site("server", folder=place.path, local=recipe.local)
+    broadcast = Broadcast.read(place.broadcast)
+    uploads = UploadFolder([place.upload(name) for name in clients], broadcast, acts.statistics_of(broadcast))
     rules = {rule.label: rule for rule in acts.rules_of(recipe)}
     scored = _scored(place, set(rules))
     scores: dict[str, Score] = {}
     alone: dict[str, Score] = {}
-    for stop in plan.stops:
-        if stop in scored and stop != plan.stops[-1]:
+    spreads = place.read_spreads()
+    for stop in plan.meetings:
+        if stop != plan.stops[-1] and (stop in scored or (stop not in plan.stops and stop in spreads)):
             continue
+        told = {"consensus": consensus(spreads, stop - 1)}
         waiting = [
-            crew.submit(place.job(name, plan.split.clients[number], stop, recipe.local))
+            crew.submit(place.job(name, plan.split.clients[number], stop, recipe.local, told))
             for name, number in sorted(clients.items(), key=lambda item: -plan.split.sizes[item[1]])
             if Upload.epoch_of(place.upload(name)) != stop
         ]
         for done in as_completed(waiting):
             log.info("%s is at epoch %d", done.result(), stop)
+        _check_all_arrived(place, uploads, stop)
+        if plan.meets_every_epoch and stop not in spreads:
+            spreads[stop] = spread(upload.weights["prototypes"] for upload in uploads)
+            place.write_spreads(spreads)
+        if stop not in plan.stops:
+            continue
         started = time.monotonic()
-        uploads = UploadFolder(
-            [place.upload(name) for name in clients], plan.broadcast, acts.statistics_of(plan.broadcast)
-        )
-        with site.arithmetic(plan.parameters):
-            scores, alone = score_uploads(rules, uploads, plan.broadcast, plan.data.test, site.device)
+        with site.arithmetic(plan.traffic.parameters):
+            scores, alone = score_uploads(rules, uploads, broadcast, plan.data.test, site.device)
         seconds = time.monotonic() - started
         if stop not in scored:
             _record(place, plan, uploads, stop, scores, alone, seconds)
         emit({"event": "snapshot", "epoch": stop, "accuracy": {name: score.accuracy for name, score in scores.items()}})
         log.info("epoch %d: %s", stop, ", ".join(f"{name} {score.accuracy:.2%}" for name, score in scores.items()))
     _finish(place, plan, site, scores, alone)
+
+
+def _check_all_arrived(place: RunFolder, uploads: UploadFolder, stop: int) -> None:
+    """A client that its rails stopped has uploaded less than asked; that is the end of the run, and all is kept."""
+    told = [blob.peek(path, "upload") for path in uploads.paths]
+    stopped = [manifest["stopped"] for manifest in told if manifest["epoch"] != stop]
+    if stopped:
+        raise RunError(
+            "\n".join(stopped)
+            + f"\nevery client's upload so far is in {place.path}/uploads; score them with oneround fuse {place.path}"
+        )
 
 
 def _scored(place: RunFolder, rules: set[str]) -> set[int]:
@@ -170,16 +196,16 @@ def _record(
 
 def _finish(place: RunFolder, plan: Plan, site: Site, scores: Mapping[str, Score], alone: Mapping[str, Score]) -> None:
     uploads = place.uploads()
-    acts.fuse(uploads, plan.broadcast, site).save(place.model)
+    acts.fuse(uploads, uploads.broadcast, site).save(place.model)
     place.write_json(
         "result.json",
         {
             "recipe_digest": plan.recipe.digest,
             "partition": plan.split.digest,
             "uploads": {upload.client: upload.content for upload in uploads},
-            "bytes_down": plan.broadcast.size * len(uploads),
-            "bytes_up": plan.upload_bytes * len(uploads),
-            "remarks": plan.split.remarks(),
+            "bytes_down": plan.traffic.down * len(uploads),
+            "bytes_up": plan.traffic.up * len(uploads),
+            "remarks": plan.remarks(),
             "rules": {name: score.plain() for name, score in scores.items()},
             "clients": {name: score.plain() for name, score in alone.items()},
         },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,8 @@ class Site:
     folder: Path | None = None
     """Where state is kept between epochs; None: nothing is kept, a restart begins anew."""
     local: Local = field(default_factory=Local)
+    told: Mapping[str, float] = field(default_factory=dict)
+    """What a simulation tells it about the other sites while they train; nothing in a real federation."""
 
     @property
     def device(self) -> torch.device:

@@ -103,11 +103,14 @@ def _run_all(
 ) -> tuple[list[Result], float]:
     data, training = plan.data, plan.recipe.training
     # Workers also take the centralised training, so there is work for a second core even when one client has most samples.
-    with Crew(data.train, crew_size(plan.recipe.local, plan.parameters, len(plan.split.clients) + 1), emit) as crew:
+    with Crew(
+        data.train, crew_size(plan.recipe.local, plan.traffic.parameters, len(plan.split.clients) + 1), emit
+    ) as crew:
         central = RunFolder(folder / CENTRAL)
-        plan.broadcast.write(central.broadcast)
+        if not central.broadcast.exists():
+            plan.prepare().write(central.broadcast)
         emit({"event": CENTRAL, "steps": training.epochs * steps_per_epoch(len(data.train), training)})
-        job = central.job(CENTRAL, np.arange(len(data.train)), training.epochs, plan.recipe.local)
+        job = central.job(CENTRAL, np.arange(len(data.train)), training.epochs, plan.recipe.local, {})
         waiting = None if central.upload(CENTRAL).exists() else crew.submit(job)
         results = [
             run(each, folder / f"partition_{seed}", data=data, resume=resume, emit=partial(_tag, emit, seed), crew=crew)
@@ -126,6 +129,6 @@ def _central_score(place: RunFolder, plan: Plan) -> float:
     broadcast = Broadcast.read(place.broadcast)
     uploads = UploadFolder([place.upload(CENTRAL)], broadcast, acts.statistics_of(broadcast))
     site = Site("server", local=plan.recipe.local)
-    with site.arithmetic(plan.parameters):
+    with site.arithmetic(plan.traffic.parameters):
         _, alone = score_uploads({}, uploads, broadcast, plan.data.test, site.device)
     return alone[CENTRAL].accuracy

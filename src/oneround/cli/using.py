@@ -65,7 +65,9 @@ def fuse(
         chosen = [rules.of(parse_part("fusion", {"kind": rule, **options}))]
     usable = []
     for each in chosen:
-        lacking = sorted(acts.asked_by([each], uploads.broadcast).keys() - uploads.statistics.keys())
+        lacking = sorted(
+            acts.asked_by([each], *uploads.broadcast.weights["prototypes"].shape).keys() - uploads.statistics.keys()
+        )
         if not lacking:
             usable.append(each)
         elif rule == "all":

@@ -43,6 +43,8 @@ class Split:
     """How many samples are held by more than one client."""
     digest: str
     """SHA-256 over the data and who holds which sample: runs are comparable when it is the same."""
+    public: Index
+    """The samples the server keeps; no client holds any of them."""
 
     @property
     def sizes(self) -> list[int]:
@@ -72,6 +74,7 @@ class Split:
             "empty": self.empty,
             "shared_samples": self.shared,
             "class_counts": self.counts.tolist(),
+            "public_samples": len(self.public),
         }
 
 
@@ -91,9 +94,11 @@ class Partition(Part):
         """One draw: the sample numbers of each client. `random` draws who gets how much, `mix` which samples."""
         raise NotImplementedError
 
-    def split(self, data: Dataset, seed: int) -> Split:
-        """Deal the data set out, honouring `minimum` or saying why it cannot be."""
-        labels = data.train.labels.numpy()
+    def split(self, data: Dataset, seed: int, public: float = 0.0) -> Split:
+        """Deal the data set out, honouring `minimum` or saying why it cannot be; before that the server takes its public share."""
+        kept = _public(data, public, seed)
+        rest = np.setdiff1d(np.arange(len(data.train)), kept)
+        labels = data.train.labels.numpy()[rest]
         if self.clients > len(labels):
             raise RecipeError(
                 f"partition.clients = {self.clients}: must be ≤ {len(labels)}, the number of training samples"
@@ -103,14 +108,14 @@ class Partition(Part):
                 f"partition.minimum = {self.minimum}: {self.clients} clients would need {self.clients * self.minimum} "
                 f"samples, there are {len(labels)}; must be ≤ {len(labels) // self.clients}"
             )
-        pool = Pool(labels, data.classes, data.groups)
+        pool = Pool(labels, data.classes, None if data.groups is None else data.groups[rest])
         random, mix = Random(seed), Random(derive(seed, "samples") % 2**32)
         best = -1
         for _ in range(TRIES):
             dealt = self.deal(pool, random, mix)
             smallest = min(len(client) for client in dealt)
             if smallest >= self.minimum:
-                return _split(dealt, labels, data)
+                return _split([rest[client] for client in dealt], kept, data)
             best = max(best, smallest)
         raise RecipeError(
             f"partition.minimum = {self.minimum}: no draw of {TRIES} gave every client that many (best: {best}); "
@@ -121,14 +126,22 @@ class Partition(Part):
 partitions: Slot[Partition] = Slot("partition", Partition, default="dirichlet")
 
 
-def _split(dealt: list[Index], labels: Index, data: Dataset) -> Split:
+def _public(data: Dataset, share: float, seed: int) -> Index:
+    """That share of every class, rounded, at random."""
+    labels, random = data.train.labels.numpy(), Random(derive(seed, "public") % 2**32)
+    each = [random.permutation(np.flatnonzero(labels == label)) for label in range(data.classes)]
+    return np.sort(np.concatenate([samples[: round(share * len(samples))] for samples in each])).astype(np.int64)
+
+
+def _split(dealt: list[Index], public: Index, data: Dataset) -> Split:
+    labels = data.train.labels.numpy()
     clients = tuple(np.sort(client).astype(np.int64) for client in dealt)
     counts = np.stack([np.bincount(labels[client], minlength=data.classes) for client in clients]).astype(np.int64)
     holders = np.bincount(np.concatenate(clients), minlength=len(labels))
     digest = hashlib.sha256(data.fingerprint.encode())
     for client in clients:
         digest.update(f"/{len(client)}/".encode() + client.tobytes())
-    return Split(clients, counts, int((holders > 1).sum()), digest.hexdigest())
+    return Split(clients, counts, int((holders > 1).sum()), digest.hexdigest(), public)
 
 
 def _shares(random: Random, alpha: float, parts: int) -> NDArray[np.float64]:
@@ -245,7 +258,7 @@ class Natural(Partition):
     clients: Annotated[int, Field(ge=1)] | None = None  # type: ignore[assignment]
     """Left out: one client per group. Fewer than groups: groups are dealt out, the largest first, to the smallest client."""
 
-    def split(self, data: Dataset, seed: int) -> Split:
+    def split(self, data: Dataset, seed: int, public: float = 0.0) -> Split:
         if data.groups is None:
             raise RecipeError("partition = natural: this data set has no group ids (group_train in the .npz)")
         there = int(data.groups.max()) + 1
@@ -253,7 +266,7 @@ class Natural(Partition):
         if wanted > there:
             raise RecipeError(f"partition.clients = {wanted}: must be ≤ {there}, the number of groups")
         bounded = self.model_copy(update={"clients": wanted})
-        return Partition.split(bounded, data, seed)
+        return Partition.split(bounded, data, seed, public)
 
     def deal(self, pool: Pool, random: Random, mix: Random) -> list[Index]:
         groups = pool.groups

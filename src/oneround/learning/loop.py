@@ -7,6 +7,7 @@ read back from the device within an epoch. State is saved between epochs, so a k
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -19,13 +20,18 @@ from torch import Tensor
 from oneround.data import Images
 from oneround.data.augment import draw
 from oneround.errors import RunError
+from oneround.learning import rails
+from oneround.learning.alignment import instability_threshold
 from oneround.learning.batches import batches
+from oneround.learning.objective import stage_of
 from oneround.learning.step import Stepper
+from oneround.models.prototype import on_cpu
 from oneround.protocol import Broadcast, blob
 from oneround.recipe import Training
 from oneround.seeds import generator
 from oneround.site import Site
 
+log = logging.getLogger("oneround")
 Emit = Callable[[dict[str, Any]], None]
 
 
@@ -40,26 +46,38 @@ class Learner:
         if site.data is None or len(site.data) == 0:
             raise RunError(f"{site.name}: no data to train on")
         self.broadcast, self.site, self.emit = broadcast, site, emit
-        self.training, self.seed = broadcast.recipe.training, broadcast.recipe.seeds.training
+        self.recipe, self.training, self.seed = (
+            broadcast.recipe,
+            broadcast.recipe.training,
+            broadcast.recipe.seeds.training,
+        )
         self.data: Images = site.data.to(site.device)
+        self.counts = self.data.class_counts(broadcast.classes)
         self.stepper = _stepper(broadcast, site)
-        self.net = self.stepper.net
+        self.net, self.aligner = self.stepper.net, self.stepper.aligner
         self.epoch = 0
         self.history: list[dict[str, Any]] = []
+        self.stopped: str | None = None
+        """Why training ended before its time."""
         if not self._resume():
             self.net.load_state_dict(broadcast.weights)
             self.stepper.restart()
+            if self.aligner:
+                self.aligner.begin_client(self.counts)
 
     def train(self, until: int) -> None:
-        """Train to the end of epoch `until`, saving state on the way."""
+        """Train to the end of epoch `until`, saving state on the way; less far if the recipe's rails say stop."""
         saved = time.monotonic()
-        while self.epoch < until:
+        while self.epoch < until and not self.stopped:
+            before = {name: tensor.clone() for name, tensor in self._learned().items()}
             try:
                 measured = self._run_epoch()
             except torch.OutOfMemoryError:
                 measured = None  # what the failed step held is freed when this block ends
             if measured is None:
                 raise RunError(self._does_not_fit())
+            if not self._on_rails(measured, before):
+                continue
             self.epoch += 1
             self.history.append(measured)
             self.emit({"event": "epoch", "client": self.site.name, **measured})
@@ -67,6 +85,37 @@ class Learner:
             if more_to_come and (self.epoch == until or time.monotonic() - saved >= self.site.local.checkpoint_seconds):
                 self.save()
                 saved = time.monotonic()
+
+    def _on_rails(self, measured: dict[str, Any], before: dict[str, Tensor]) -> bool:
+        """Whether the epoch counts; one that ended without finite numbers is undone."""
+        features = self.net.prototypes.shape[1]
+        trouble = rails.look(self.recipe, measured, instability_threshold(self.recipe, len(self.counts), features))
+        if trouble is None:
+            return True
+        known = any(trouble.kind in entry.get("trouble", ()) for entry in self.history)
+        measured["trouble"] = [trouble.kind]
+        text, action = f"{self.site.name}, {trouble.text}", self.recipe.rails.on_explosion
+        undone = trouble.kind == "not-finite"
+        if undone:
+            for name, held in self._learned().items():
+                held.copy_(before[name])
+        if action == "clamp" and self.aligner and trouble.kind != "weight" and float(self.aligner.ceiling) > 0:
+            self.aligner.ceiling.zero_()
+            text += "; its alignment is dropped from here"
+        elif action == "clamp" and trouble.kind == "weight":
+            text += "; held there from here"
+        elif action == "stop" or undone:
+            kept = measured["epoch"] - undone
+            self.stopped = text = f"{text}; stopped, what it learned to the end of epoch {kept} is kept"
+        if not known:
+            log.warning(text)
+            self.emit({"event": "trouble", "text": text})
+        return not undone
+
+    def _learned(self) -> dict[str, Tensor]:
+        """All that training changes; live, not a copy."""
+        own = {f"alignment.{name}": value for name, value in self.aligner.live.items()} if self.aligner else {}
+        return {f"net.{name}": value for name, value in self.net.state_dict().items()} | own
 
     def _does_not_fit(self) -> str:
         wanted, fits = self.training.batch_size, self.stepper.largest_batch()
@@ -83,10 +132,13 @@ class Learner:
         drawn = [draw(size // 2, random, per_batch=training.augment.per_batch) for size in sizes for _ in range(2)]
         numbers = torch.cat(drawn).to(device).split(sizes)
         chosen = torch.cat([index.repeat(2) for index in plan]).to(device).split(sizes)
-        rate = 0.0
+        rate, consensus = 0.0, self.site.told.get("consensus", 1.0)
         self.net.train()
+        self.stepper.enter(stage_of(self.recipe.objective, self.epoch, training.epochs))
         if training.restart_optimizer:
             self.stepper.restart()
+        if self.aligner:
+            self.aligner.begin_epoch(self.epoch, training.epochs, consensus)
         with self.stepper.working():
             for step, index in enumerate(chosen):
                 rate = learning_rate(training, (self.epoch + step / len(plan)) / training.epochs)
@@ -95,14 +147,22 @@ class Learner:
                     told = time.monotonic()
                     done = {"epoch": self.epoch + 1, "done": step + 1, "of": len(plan)}
                     self.emit({"event": "steps", "client": self.site.name, **done})
-            means = self.stepper.means(len(plan))
-        if not math.isfinite(means["loss"]):
-            raise RunError(
-                f"{self.site.name}: the loss is not finite in epoch {self.epoch + 1}; lower training.learning_rate "
-                f"({training.learning_rate:g}) or training.clip_norm ({training.clip_norm:g}; 0 is no clipping)"
-            )
-        seconds = time.monotonic() - start
-        return {"epoch": self.epoch + 1, "steps": len(plan), "learning_rate": rate, **means, "seconds": seconds}
+            measured: dict[str, Any] = {"epoch": self.epoch + 1, "steps": len(plan), "learning_rate": rate}
+            measured |= self.stepper.means(len(plan))
+            if self._traced(len(plan)):
+                measured["gradients"] = self.stepper.gradients()
+        measured["classes_seen"] = int((self.counts > 0).sum())
+        if self.aligner:
+            measured |= self.aligner.report(self.epoch, training.epochs, consensus)
+        return {**measured, "seconds": time.monotonic() - start}
+
+    def _traced(self, steps: int) -> bool:
+        """Whether the end of this epoch is a moment to look at gradients: once in so many steps, and at the very end."""
+        every = self.recipe.trace.every
+        if not every:
+            return False
+        done = self.epoch * steps
+        return self.epoch == 0 or self.epoch + 1 == self.training.epochs or done // every != (done + steps) // every
 
     # --- state that survives a kill ----------------------------------------------------------------------------------
 
@@ -114,9 +174,9 @@ class Learner:
         """Write the state durably, in place of the last one."""
         if self._path is None:
             return
-        tensors = {f"net.{name}": value for name, value in self.net.weights().items()}
+        tensors = {name: on_cpu(value) for name, value in self._learned().items()}
         if not self.training.restart_optimizer:
-            tensors |= {f"momentum.{name}": held.cpu().contiguous() for name, held in self.stepper.momentum.items()}
+            tensors |= {f"momentum.{name}": on_cpu(held) for name, held in self.stepper.momentum.items()}
         said = {"client": self.site.name, "recipe_digest": self.broadcast.digest, "epoch": self.epoch}
         raw = blob.pack("state", tensors, {**said, "history": self.history})
         blob.write_durably(self._path, raw, flush=False)
@@ -127,12 +187,14 @@ class Learner:
         manifest, tensors = blob.read(self._path, "state")
         if (manifest["client"], manifest["recipe_digest"]) != (self.site.name, self.broadcast.digest):
             raise RunError(f"{self._path}: state of another client or recipe; remove it to begin anew")
-        parts: dict[str, dict[str, Tensor]] = {"net": {}, "momentum": {}}
+        parts: dict[str, dict[str, Tensor]] = {"net": {}, "momentum": {}, "alignment": {}}
         for name, tensor in tensors.items():
             part, _, key = name.partition(".")
             parts[part][key] = tensor
         self.net.load_state_dict(parts["net"])
         self.stepper.restart(parts["momentum"])
+        if self.aligner:
+            self.aligner.load(parts["alignment"], self.counts)
         self.epoch, self.history = int(manifest["epoch"]), list(manifest["history"])
         return True
 

@@ -23,12 +23,19 @@ class PrototypeNet(nn.Module):
         """(n, channels, height, width) normalised → logits (n, classes)"""
         return F.normalize(self.encoder(images), dim=1) @ self.prototypes.T
 
+    @property
+    def size(self) -> int:
+        """How many numbers a message carries of it: parameters and norm statistics."""
+        return sum(tensor.numel() for tensor in self.state_dict().values())
+
     def weights(self) -> dict[str, Tensor]:
         """All that a message carries of the network: a copy of parameters and norm statistics on the CPU."""
-        return {
-            name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, value in self.state_dict().items()
-        }
+        return {name: on_cpu(value) for name, value in self.state_dict().items()}
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """A copy as messages and files hold it."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def build(part: Part, channels: int, classes: int) -> PrototypeNet:

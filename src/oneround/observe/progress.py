@@ -55,6 +55,8 @@ class Live:
             self.central = self.bars.add_task("all data together", total=event["steps"])
         elif kind in ("steps", "epoch"):
             self._advance(event)
+        elif kind in ("trouble", "prepare"):
+            self.say(f"  {self._name(event)}{event['text']}")
         elif kind == "snapshot":
             if self.every_snapshot or event["epoch"] == self.epochs:
                 best = sorted(event["accuracy"].items(), key=lambda item: -item[1])

@@ -19,7 +19,7 @@ class Row:
     difference: Summary | None = None
 
 
-def _difference(difference: Summary | None) -> str:
+def difference_in_words(difference: Summary | None) -> str:
     if difference is None:
         return ""
     if difference.margin is None:
@@ -37,7 +37,7 @@ def terminal_table(rows: Sequence[Row], title: str, baseline: str) -> Table:
         table.add_column(head, justify="left" if head == "rule" else "right", no_wrap=True)
     for row in rows:
         shown = f"{row.accuracy.low:.1f} – {row.accuracy.high:.1f}"
-        table.add_row(row.name, f"{row.accuracy.mean:.1f}", shown, _difference(row.difference))
+        table.add_row(row.name, f"{row.accuracy.mean:.1f}", shown, difference_in_words(row.difference))
     return table
 
 
@@ -50,7 +50,7 @@ def markdown_table(rows: Sequence[Row], baselines: Mapping[str, Mapping[str, Sum
         measured = len(set(accuracy.values)) > 1  # the centralised bound is one training, the same for all partitions
         margin = f" ± {accuracy.margin:.1f}" if accuracy.margin and measured else ""
         each = " ".join(f"{value:.1f}" for value in accuracy.values) if measured else ""
-        differences = [_difference(found.get(row.name)) for found in baselines.values()]
+        differences = [difference_in_words(found.get(row.name)) for found in baselines.values()]
         lines.append("| " + " | ".join([row.name, f"{accuracy.mean:.1f}{margin}", each, *differences]) + " |")
     return "\n".join(lines) + "\n"
 

@@ -32,6 +32,8 @@ class Broadcast:
     """(channels, height, width) of the images"""
     weights: dict[str, Tensor]
     """The network's initial parameters and norm statistics, prototypes among them."""
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    """What else the recipe's parts need at every site: `anchors`, `bank.features`, `bank.labels`."""
 
     @property
     def classes(self) -> int:
@@ -45,11 +47,11 @@ class Broadcast:
     @property
     def size(self) -> int:
         """Bytes of its tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.weights.values())
+        return size_of(self.weights) + size_of(self.extras)
 
     def pack(self) -> bytes:
         manifest = {"recipe": self.recipe.plain(), "class_names": list(self.class_names), "shape": list(self.shape)}
-        return blob.pack("broadcast", self.weights, manifest)
+        return blob.pack("broadcast", _prefixed(weights=self.weights, extras=self.extras), manifest)
 
     @staticmethod
     def unpack(raw: bytes, where: str = "broadcast") -> Broadcast:
@@ -65,9 +67,8 @@ class Broadcast:
     @staticmethod
     def _from(manifest: blob.Manifest, tensors: dict[str, Tensor]) -> Broadcast:
         channels, height, width = manifest["shape"]
-        return Broadcast(
-            parse_federated(manifest["recipe"]), tuple(manifest["class_names"]), (channels, height, width), tensors
-        )
+        recipe, names = parse_federated(manifest["recipe"]), tuple(manifest["class_names"])
+        return Broadcast(recipe, names, (channels, height, width), **_parted(tensors, "weights", "extras"))
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class Upload:
     statistics: dict[str, Tensor] = field(default_factory=dict)
     history: History = field(default_factory=list)
     """What training measured, an entry an epoch."""
+    stopped: str = ""
+    """Why training ended before its time, if it did."""
 
     @property
     def samples(self) -> int:
@@ -92,7 +95,7 @@ class Upload:
     @property
     def size(self) -> int:
         """Bytes of its tensors."""
-        return sum(t.numel() * t.element_size() for t in (*self.weights.values(), *self.statistics.values()))
+        return size_of(self.weights) + size_of(self.statistics)
 
     @property
     def content(self) -> str:
@@ -101,8 +104,7 @@ class Upload:
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
     def _tensors(self) -> dict[str, Tensor]:
-        statistics = {f"statistics.{name}": tensor for name, tensor in self.statistics.items()}
-        return {**{f"weights.{name}": tensor for name, tensor in self.weights.items()}, **statistics}
+        return _prefixed(weights=self.weights, statistics=self.statistics)
 
     def pack(self) -> bytes:
         manifest = {
@@ -111,6 +113,7 @@ class Upload:
             "epoch": self.epoch,
             "class_counts": self.class_counts.tolist(),
             "history": self.history,
+            "stopped": self.stopped,
         }
         return blob.pack("upload", self._tensors(), manifest)
 
@@ -174,23 +177,37 @@ class Upload:
                 f"{where}: refused, client {client!r} at epoch {epoch!r}; expected a name and 0 to {broadcast.recipe.training.epochs}"
             )
         history = manifest.get("history")
-        parts: dict[str, dict[str, Tensor]] = {"weights": {}, "statistics": {}}
-        for name, tensor in tensors.items():
-            head, _, tail = name.partition(".")
-            parts[head][tail] = tensor
         return Upload(
-            client, broadcast.digest, epoch, torch.tensor(counts), parts["weights"], parts["statistics"],
-            history if isinstance(history, list) else [],
+            client, broadcast.digest, epoch, torch.tensor(counts), **_parted(tensors, "weights", "statistics"),
+            history=history if isinstance(history, list) else [], stopped=str(manifest.get("stopped", "")),
         )  # fmt: skip
 
 
 Shapes = dict[str, tuple[int, ...]]
 
 
+def size_of(tensors: dict[str, Tensor]) -> int:
+    """Bytes."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _prefixed(**parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Several dictionaries in one: `weights.prototypes`, `extras.anchors`, …"""
+    return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+
+def _parted(tensors: dict[str, Tensor], *parts: str) -> dict[str, dict[str, Tensor]]:
+    """The reverse."""
+    return {
+        part: {name.removeprefix(f"{part}."): value for name, value in tensors.items() if name.startswith(f"{part}.")}
+        for part in parts
+    }
+
+
 def max_upload_bytes(broadcast: Broadcast, statistics: Shapes) -> int:
     """The most an upload to this broadcast may measure."""
     asked = sum(4 * int(torch.Size(shape).numel()) for shape in statistics.values())
-    return broadcast.size + asked + SLACK
+    return size_of(broadcast.weights) + asked + SLACK
 
 
 class UploadFolder(Sequence[Upload]):

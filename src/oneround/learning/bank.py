@@ -1,0 +1,59 @@
+"""The public feature bank: a teacher learns from the server's public images, its features of them go to every site."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from oneround.errors import RecipeError
+from oneround.learning.loop import Emit, Learner
+from oneround.models.prototype import PrototypeNet, on_cpu
+from oneround.protocol import Broadcast
+from oneround.protocol.model import preprocessing
+from oneround.recipe import Federated
+from oneround.seeds import generator
+from oneround.site import Site
+
+log = logging.getLogger("oneround")
+
+
+def make_bank(broadcast: Broadcast, server: Site | None, emit: Emit) -> dict[str, Tensor]:
+    """Train the teacher from the broadcast's initial weights; `bank.features` (size, features), `bank.labels` (size,)."""
+    recipe = broadcast.recipe
+    assert recipe.bank is not None
+    if server is None or server.data is None or len(server.data) == 0:
+        raise RecipeError("bank: the server has no public images; set public, for example --set public=0.1")
+    size, epochs = min(recipe.bank.size, len(server.data)), recipe.bank.teacher_epochs
+    told = f"the server's teacher learns from {len(server.data):,} public images ({epochs} epochs) and makes a bank of {size:,} features"
+    emit({"event": "prepare", "text": told})
+    log.info(told)
+    teacher = Learner(replace(broadcast, recipe=_teachers(recipe)), Site("teacher", server.data, local=server.local))
+    teacher.train(epochs)
+    if teacher.stopped:
+        raise RecipeError(f"bank: the {teacher.stopped}")
+    # Randomly chosen; a bank as large as the public set holds all of it.
+    chosen = torch.randperm(len(server.data), generator=generator(recipe.seeds.initialisation, "bank"))[:size]
+    kept = server.data.take(chosen.sort().values)
+    unit = unit_features(teacher.net, kept.batches(server.device, *preprocessing(recipe)))
+    return {"bank.features": on_cpu(unit), "bank.labels": kept.labels.clone()}
+
+
+def _teachers(recipe: Federated) -> Federated:
+    """What the teacher does: the same network and training, its own terms, for its own time."""
+    assert recipe.bank is not None
+    plain = recipe.plain()
+    plain |= {"objective": plain["bank"]["teacher"], "bank": None, "alignment": None}
+    plain["training"] |= {"epochs": recipe.bank.teacher_epochs}
+    return Federated.model_validate(plain)
+
+
+@torch.inference_mode()
+def unit_features(net: PrototypeNet, batches: Iterable[Tensor]) -> Tensor:
+    """(n, features) of length 1, without augmentation; batches of normalised images"""
+    net.eval()
+    return torch.cat([F.normalize(net.encoder(images), dim=1) for images in batches])
