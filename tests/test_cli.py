@@ -151,6 +151,9 @@ def test_partition_shows_and_draws(tmp_path: Path) -> None:
     assert "alpha=0.3" in told and "digest" in told
     with Image.open(tmp_path / "p.png") as picture:
         assert picture.width > 400
+    assert f"drawn in {tmp_path}/partition.png" in good("partition", "--out", str(tmp_path))
+    assert (tmp_path / "partition.png").stat().st_size > 200
+    assert "no picture format 'xyz'; use one of" in bad("partition", "--out", str(tmp_path / "p.xyz"))
     assert "no samples" in good("partition", "--alpha", "0.000001", "--clients", "30", "--out", str(tmp_path / "q.png"))
 
 
@@ -190,6 +193,21 @@ def test_a_late_upload_is_fused_in(finished: Path, tmp_path: Path) -> None:
     assert good("fuse", str(copy), "--rule", "iffi") != without
     late.write_bytes(raw[:-100])
     assert "client_002.safetensors: refused" in bad("fuse", str(copy), "--rule", "iffi")
+
+
+def test_a_copied_upload_is_refused_and_a_missing_one_is_told(finished: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(finished, tmp_path / "copy")
+    uploads = tmp_path / "copy" / "uploads"
+    shutil.copy(uploads / "client_000.safetensors", uploads / "client_009.safetensors")
+    line = bad("fuse", str(tmp_path / "copy"), "--rule", "iffi")
+    assert "client_009.safetensors: refused, it is the upload of client_000" in line
+    (uploads / "client_009.safetensors").unlink()
+    (uploads / "client_001.safetensors").unlink()
+    done = oneround("fuse", str(tmp_path / "copy"), "--rule", "iffi")
+    assert done.returncode == 0 and "missing and left out: client_001" in " ".join(done.stderr.split())
+    assert "missing" not in oneround("fuse", str(finished), "--rule", "iffi").stderr
 
 
 def test_predict_and_export(finished: Path, digits: Dataset, tmp_path: Path) -> None:
@@ -276,6 +294,50 @@ def test_a_mistake_is_one_line_and_exit_code_2(command: str, tmp_path: Path) -> 
     for word in MISTAKES[command]:
         assert word in line
     assert not list(tmp_path.iterdir()), "a refused command leaves nothing behind"
+
+
+@pytest.mark.parametrize("out", ["taken", "taken/below", "/proc/nowhere"])
+def test_a_place_that_cannot_be_written_to_is_one_line(out: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    line = bad("run", "fafi", "--model", "cnn", "--out", out, *SMALL, cwd=tmp_path, code=1)
+    assert line.startswith(f"error: {out}: ")
+    line = bad("partition", "--out", f"{out}/p.png", cwd=tmp_path, code=1)
+    assert line.startswith(f"error: {out}: ")
+
+
+def test_a_model_cannot_be_exported_into_a_folder(finished: Path, tmp_path: Path) -> None:
+    done = oneround("export", str(finished), str(tmp_path))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == f"error: {tmp_path}: Is a directory; a folder is there, name a file"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            OSError(28, "No space left on device", "r/a"),
+            "error: r/a: No space left on device; free some space and go on with --resume",
+        ),
+        (
+            OSError(28, "No space left on device"),
+            "error: No space left on device; free some space and go on with --resume",
+        ),
+        (OSError("odd"), "error: odd"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(
+    error: OSError, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from oneround import cli
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 1
+    assert capsys.readouterr().err.strip() == line
 
 
 def test_mistakes_with_a_model(finished: Path, tmp_path: Path) -> None:

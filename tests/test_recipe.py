@@ -43,7 +43,9 @@ BAD = {
     "local.device=gpu": ["local.device", "gpu", "cuda"],
     "local.threads=0": ["local.threads", "0", "≥ 1"],
     "local.deterministic=yes": ["local.deterministic", "yes", "true or false"],
-    "locale.threads=1": ["locale", "did you mean 'local'"],
+    "locale.threads=1": ["locale.threads = 1", "did you mean 'local'"],
+    "a.b.c=3": ["a.b.c = 3", "unknown key 'a'"],
+    "fusion=[iffi, average, iffi]": ["fusion", "names iffi twice"],
 }
 
 
@@ -114,6 +116,15 @@ def test_a_file_extends_a_preset(tmp_path: Path) -> None:
         ("a: [1,\n", "not valid YAML"),
         ("training: {epochs: 1}\ntraining: {epochs: 2}\n", "twice"),
         ("\x00", "YAML"),
+        ("seeds: {[1]: 2}\n", "a sequence cannot be a key"),
+        ("snapshots: !!int abc\n", "abc"),
+        ("snapshots: !!bool maybe\n", "maybe"),
+        ("snapshots: !!timestamp 2020-13-45\n", "month must be"),
+        ("snapshots: " + "9" * 5000, "4300 digits"),
+        ("fusion: &a [*a]\n", "an anchor .* holds itself"),
+        ("seeds: &a {training: *a}\n", "an anchor .* holds itself"),
+        ("fusion: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("extends: faffi\n", r"extends: no preset 'faffi'; did you mean 'fafi'\? \(presets: [^;]*\)$"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_named(tmp_path: Path, text: str, words: str) -> None:
@@ -122,6 +133,7 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path: Path, text: str, words: str
     with pytest.raises(RecipeError, match=words) as caught:
         load(path)
     assert "bad.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_another_kind_replaces_the_old_options() -> None:
@@ -132,6 +144,16 @@ def test_another_kind_replaces_the_old_options() -> None:
 def test_yaml_means_what_people_mean() -> None:
     told = read_yaml("a: 1e-3\nb: off\nc: 5\nd: true\ne: .5\nf: -2.5E+3\ng: 010\n", "test")
     assert told == {"a": 1e-3, "b": "off", "c": 5, "d": True, "e": 0.5, "f": -2500.0, "g": 8}
+
+
+def test_a_date_is_text() -> None:
+    assert read_yaml("{a: 2020-01-01, b: 2020-13-45}", "test") == {"a": "2020-01-01", "b": "2020-13-45"}
+
+
+def test_merge_keys_work_wherever_their_anchor_stands() -> None:
+    text = "a: {b: &b {<<: &c {x: 1, y: 1}, x: 2}}\nd: {<<: *b, y: 3}\ne: {<<: [*b, *c]}\n"
+    told = read_yaml(text, "test")
+    assert told == {"a": {"b": {"x": 2, "y": 1}}, "d": {"x": 2, "y": 3}, "e": {"x": 2, "y": 1}}
 
 
 PLUGIN = '''
@@ -166,6 +188,27 @@ def test_a_plugin_that_is_not_there_is_named(here: Path) -> None:
         load("fafi", [("local.plugins", ["no_such_module"])])
     with pytest.raises(RecipeError, match="no registered part named Nothing"):
         load("fafi", [("fusion", ["oneround.errors:Nothing"])])
+
+
+BROKEN_PLUGINS = {
+    "syntax": ("\ndef (:\n", "2: SyntaxError: "),
+    "raises": ("x = 1\n\nprint(x / 0)\n", "3: ZeroDivisionError: division by zero"),
+    "needs": ("import no_such_library\n", "1: ModuleNotFoundError: No module named 'no_such_library'"),
+    "clash": (
+        "from oneround.fusion import EnsembleRule, rules\n@rules.register('iffi')\nclass Iffi(EnsembleRule): ...\n",
+        "2: ValueError: fusion kind 'iffi' is already registered",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_PLUGINS)
+def test_a_plugin_that_fails_is_one_line_with_its_place(case: str, here: Path) -> None:
+    text, words = BROKEN_PLUGINS[case]
+    (here / f"broken_{case}.py").write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        load("fafi", [("local.plugins", [f"broken_{case}"])])
+    assert f"'broken_{case}' cannot be imported: {here}/broken_{case}.py:{words}" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_broadcast_imports_nothing(here: Path) -> None:

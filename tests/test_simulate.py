@@ -16,14 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import small_recipe
+from conftest import labelled, small_recipe
+from oneround import simulate
 from oneround.crew import crew_size
 from oneround.data import Dataset, dataset_from_arrays
 from oneround.errors import RecipeError, RunError
+from oneround.learning.schedules import spread
 from oneround.observe.log import MetricsLog
 from oneround.protocol import Broadcast, GlobalModel, Upload
 from oneround.reading import change, load
-from oneround.recipe import Local
+from oneround.recipe import Local, Recipe
 from oneround.runs import Plan, RunFolder
 from oneround.simulate import run
 
@@ -129,7 +131,9 @@ def test_the_size_of_a_run_is_known_before_it_starts(digits: Dataset) -> None:
     ):
         assert word in text, text
     assert plan.steps == 3 * (7 + 7 + 3 + 5 + 4)
-    assert plan.broadcast.size < plan.upload_bytes
+    sent = plan.prepare()
+    assert plan.traffic.down == sent.size < plan.traffic.up
+    assert plan.traffic.parameters == sum(tensor.numel() for tensor in sent.weights.values())
 
 
 # --- one folder, one run ---------------------------------------------------------------------------------------------
@@ -256,7 +260,7 @@ def test_a_worker_that_dies_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
 
 def test_a_failing_client_names_itself(digits: Dataset, tmp_path: Path) -> None:
     recipe = small_recipe(training__learning_rate=1e30, training__clip_norm=0.0, training__epochs=6, local__workers=2)
-    with pytest.raises(RunError, match=r"client_00\d: the loss is not finite"):
+    with pytest.raises(RunError, match=r"client_00\d, epoch 1: the loss or its gradient is not finite"):
         run(recipe, tmp_path / "run", data=digits)
 
 
@@ -271,6 +275,121 @@ def test_a_torn_log_is_mended(digits: Dataset, tmp_path: Path) -> None:
     run(recipe, tmp_path / "torn", data=digits, resume=True)
     assert timeless(tmp_path / "torn") == timeless(tmp_path / "whole")
     assert final(tmp_path / "torn") == final(tmp_path / "whole")
+
+
+# --- damaged on disk -------------------------------------------------------------------------------------------------
+
+
+def spoil(path: Path) -> None:
+    """Change the last byte, as a disk would: the size and the header stay as they were."""
+    raw = path.read_bytes()
+    path.write_bytes(bytes([*raw[:-1], raw[-1] ^ 1]))
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_after(recipe: Recipe, folder: Path, data: Dataset, epoch: int) -> None:
+    """Run until the snapshot of an epoch, then stop as if killed."""
+
+    def emit(event: dict[str, object]) -> None:
+        if event["event"] == "snapshot" and event["epoch"] == epoch:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run(recipe, folder, data=data, emit=emit)
+
+
+CONSENSUS = {"schedule": "consensus", "weight": {"kind": "fixed", "value": 50.0}}
+
+
+@pytest.mark.parametrize("alignment", [None, CONSENSUS], ids=["alone", "consensus"])
+@pytest.mark.parametrize("what", [["uploads"], ["clients"], ["uploads", "clients"], ["broadcast"]], ids="+".join)
+def test_what_is_damaged_is_made_again(
+    digits: Dataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: list[str],
+    alignment: dict[str, object] | None,
+) -> None:
+    """With a schedule that looks at the others, too: a client that begins anew hears what it heard the first time."""
+    monkeypatch.setattr(simulate, "spread", lambda prototypes: 1 / spread(prototypes))  # it falls, as if they agreed
+    recipe = small_recipe(training__epochs=4, snapshots=2, partition__clients=3, local__workers=1, alignment=alignment)
+    run(recipe, tmp_path / "calm", data=digits)
+    folder = tmp_path / "run"
+    stop_after(recipe, folder, digits, 2)
+    sent = (folder / "broadcast.safetensors").read_bytes()
+    for name in what:
+        damaged = sorted((folder / name).rglob("*.safetensors"))[:1] or [folder / "broadcast.safetensors"]
+        spoil(damaged[0])
+    run(recipe, folder, data=digits, resume=True)
+    assert (folder / "broadcast.safetensors").read_bytes() == sent
+    assert final(folder) == final(tmp_path / "calm")
+    assert timeless(folder) == timeless(tmp_path / "calm")
+    told = (folder / "run.log").read_text()
+    assert ("prepared again" if what == ["broadcast"] else "damaged; discarded, client_000 trains again") in told
+
+
+def test_a_damaged_upload_at_the_end_is_trained_again(digits: Dataset, tmp_path: Path) -> None:
+    recipe = small_recipe(training__epochs=2, partition__clients=3, local__workers=1)
+    run(recipe, tmp_path / "run", data=digits)
+    before = final(tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    spoil(tmp_path / "run" / "uploads" / "client_001.safetensors")
+    run(recipe, tmp_path / "run", data=digits, resume=True)
+    assert final(tmp_path / "run") == before
+
+
+def test_a_broadcast_that_comes_out_otherwise_ends_the_run(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small_recipe(training__epochs=2, snapshots=1, local__workers=1)
+    stop_after(recipe, tmp_path / "run", digits, 1)
+    path = tmp_path / "run" / "broadcast.safetensors"
+    spoil(path)
+    damaged, prepare = path.read_bytes(), Plan.prepare
+
+    def otherwise(self: Plan, *given: object) -> Broadcast:
+        made = prepare(self)
+        return replace(made, weights={name: value + 1 for name, value in made.weights.items()})
+
+    monkeypatch.setattr(Plan, "prepare", otherwise)
+    with pytest.raises(
+        RunError, match=r"broadcast\.safetensors: damaged, and prepared again it differs .* another --out"
+    ):
+        run(recipe, tmp_path / "run", data=digits, resume=True)
+    assert path.read_bytes() == damaged
+
+
+def test_damaged_json_is_named_with_what_to_do_and_that_helps(digits: Dataset, tmp_path: Path) -> None:
+    recipe, folder = small_recipe(partition__clients=3, local__workers=1), tmp_path / "run"
+    run(recipe, folder, data=digits)
+    before = final(folder)
+    for text in ('{"rules": ', "[]", "{}"):
+        (folder / "result.json").write_text(text)
+        with pytest.raises(RunError, match=r"result\.json: damaged \(.*\); remove it and .* --resume$"):
+            run(recipe, folder, data=digits, resume=True)
+    (folder / "result.json").unlink()
+    for text in ("", '{"data": 1}'):
+        (folder / "partition.json").write_text(text)
+        with pytest.raises(RunError, match=r"partition\.json: damaged \(.*\); remove it and .* --resume$"):
+            run(recipe, folder, data=digits, resume=True)
+    (folder / "partition.json").unlink()
+    run(recipe, folder, data=digits, resume=True)
+    assert final(folder) == before
+    (folder / "consensus.json").write_text("{")
+    with pytest.raises(RunError, match=r"consensus\.json: damaged \(.*\); begin anew"):
+        RunFolder(folder).read_spreads()
+
+
+def test_a_run_in_which_nobody_has_data_is_refused_before_it_begins(tmp_path: Path) -> None:
+    """This partition deals shares of ten times class 0, of which there is nothing."""
+    data = labelled([1] * 20, classes=2)
+    recipe = small_recipe(data="arrays", partition={"kind": "dirichlet-overlap"})
+    with pytest.raises(RecipeError, match=r"partition = dirichlet-overlap.*: every client is left with no samples"):
+        run(recipe, tmp_path / "run", data=data)
+    assert not (tmp_path / "run").exists()
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

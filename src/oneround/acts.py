@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from oneround.data import Dataset
-from oneround.errors import ProtocolError
+from oneround.errors import ProtocolError, RunError
 from oneround.fusion import Rule, rules
 from oneround.learning import Emit, Learner, silent
 from oneround.learning.anchors import anchors
@@ -92,6 +92,8 @@ def train(broadcast: Broadcast, site: Site, until: int | None = None, emit: Emit
     with site.arithmetic(sum(tensor.numel() for tensor in broadcast.weights.values())):
         learner = Learner(broadcast, site, emit)
         learner.train(broadcast.recipe.training.epochs if until is None else until)
+        if learner.stopped and learner.epoch == 0:
+            raise RunError(learner.stopped)
         return Upload(
             client=site.name,
             recipe_digest=broadcast.digest,

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ class Job:
     local: Local
     told: Mapping[str, float]
     """What the simulation tells the client about the others."""
+    deadline: float | None = None
+    """When to stop between two epochs; the crew's."""
 
 
 def crew_size(local: Local, parameters: int, clients: int) -> int:
@@ -58,8 +60,8 @@ def crew_size(local: Local, parameters: int, clients: int) -> int:
 class Crew:
     """Workers that take jobs. `size` 1 works in this process."""
 
-    def __init__(self, data: Images, size: int, emit: Emit = silent) -> None:
-        self.data, self.size, self.emit = data, size, emit
+    def __init__(self, data: Images, size: int, emit: Emit = silent, deadline: float | None = None) -> None:
+        self.data, self.size, self.emit, self.deadline = data, size, emit, deadline
         self._pool: ProcessPoolExecutor | None = None
         self._listener: threading.Thread | None = None
 
@@ -69,7 +71,7 @@ class Crew:
             self._events = spawn.SimpleQueue()
             shared = Images(self.data.pixels.share_memory_(), self.data.labels.share_memory_())
             self._pool = ProcessPoolExecutor(self.size, spawn, initializer=_begin, initargs=(shared, self._events))
-            self._listener = threading.Thread(target=self._listen, daemon=True)
+            self._listener = threading.Thread(target=listen, args=(self._events, self.emit), daemon=True)
             self._listener.start()
         return self
 
@@ -85,20 +87,23 @@ class Crew:
 
     def submit(self, job: Job) -> Future[str]:
         """The client's name, when its upload is written."""
+        job = replace(job, deadline=self.deadline)
         if self._pool is not None:
-            with _hidden_main():
+            with hidden_main():
                 return self._pool.submit(_work, job)
         done: Future[str] = Future()
         done.set_result(_train(job, self.data, self.emit))
         return done
 
-    def _listen(self) -> None:
-        while (event := self._events.get()) is not None:
-            self.emit(event)
+
+def listen(events: Any, emit: Emit) -> None:
+    """Pass on what workers put into a queue, until None comes."""
+    while (event := events.get()) is not None:
+        emit(event)
 
 
 @contextmanager
-def _hidden_main() -> Iterator[None]:
+def hidden_main() -> Iterator[None]:
     """Start workers without importing the user's script into them: it need not guard itself with `__main__`."""
     main = sys.modules["__main__"]
     before = {name: main.__dict__.get(name) for name in ("__file__", "__spec__")}
@@ -112,7 +117,7 @@ def _hidden_main() -> Iterator[None]:
 def _train(job: Job, data: Images, emit: Emit) -> str:
     for module in job.local.plugins:
         load_plugin(module)
-    site = Site(job.client, data.take(job.samples), job.state, job.local, job.told)
+    site = Site(job.client, data.take(job.samples), job.state, job.local, job.told, job.deadline)
     broadcast = _broadcast(job.broadcast, job.broadcast.stat().st_mtime_ns)
     final = job.until == broadcast.recipe.training.epochs
     train(broadcast, site, job.until, emit).write(job.upload, flush=final)  # a lost snapshot is trained again
@@ -130,9 +135,14 @@ _emit: Callable[[dict[str, Any]], None]
 
 
 def _begin(data: Images, events: Any) -> None:
-    """First thing in a worker process."""
+    """First thing in a worker process of a crew."""
     global _data, _emit
     _data, _emit = data, events.put
+    begin_worker()
+
+
+def begin_worker() -> None:
+    """First thing in any worker process: it ends with its parent and by nobody else's hand."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     threading.Thread(target=_die_with_parent, daemon=True).start()
 

@@ -30,6 +30,10 @@ class RunError(OneroundError):
     exit_code = 1
 
 
+class OutOfTime(RunError):
+    """The time that was given is over; everything is saved between two epochs and can go on later."""
+
+
 class Interrupted(RunError):
     """The user stopped the run."""
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -176,4 +177,16 @@ def load_plugin(module: str) -> None:
             raise RecipeError(
                 f"local.plugins: no module named '{module}' here; install it or run where it lies"
             ) from error
-        raise
+        raise RecipeError(_broken(module, error)) from error
+    except Exception as error:  # whatever the user's own code raises
+        raise RecipeError(_broken(module, error)) from error
+
+
+def _broken(module: str, error: Exception) -> str:
+    """One line on a plug-in that fails while it is imported: the line of its own that fails, and how."""
+    if isinstance(error, SyntaxError):
+        where, said = f"{error.filename}:{error.lineno}: ", error.msg
+    else:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
+        where, said = f"{frames[0].filename}:{frames[0].lineno}: " if frames else "", " ".join(str(error).split())
+    return f"local.plugins: '{module}' cannot be imported: {where}{type(error).__name__}: {said}"

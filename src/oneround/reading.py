@@ -25,20 +25,23 @@ M = TypeVar("M", bound=Strict)
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML with the numbers and booleans people mean: 1e-3 is a number, `off` is a word, a key stands once."""
+    """YAML with the values people mean: 1e-3 is a number, `off` and 2020-01-01 are words, a key is one and stands once."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.composer.ComposerError(None, None, f"a {key.id} cannot be a key", key.start_mark)
+            if (key.tag, key.value) in seen:
+                raise yaml.composer.ComposerError(None, None, f"key {key.value!r} stands twice", key.start_mark)
+            seen.add((key.tag, key.value))
+        return node
 
 
+_OURS = {f"tag:yaml.org,2002:{name}" for name in ("bool", "float", "timestamp")}
 _Yaml.yaml_implicit_resolvers = {
-    first: [pair for pair in pairs if pair[0] not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")]
+    first: [pair for pair in pairs if pair[0] not in _OURS]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Yaml.add_implicit_resolver(
@@ -54,10 +57,27 @@ _Yaml.add_implicit_resolver(
 
 
 def read_yaml(text: str, where: str) -> Any:
+    """Plain data from YAML text; whatever is wrong with it is one line that begins with `where`."""
     try:
-        return yaml.load(text, Loader=_Yaml)
+        told = yaml.load(text, Loader=_Yaml)
+        _refuse_loops(told, ())
+    except RecursionError:
+        raise RecipeError(f"{where}: not valid YAML: nested too deeply") from None
     except yaml.YAMLError as error:
         raise RecipeError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+    except Exception as error:  # the library lets through what Python says of `!!int abc` and the like
+        reason = " ".join(str(error).split()).partition(";")[0]
+        raise RecipeError(f"{where}: not valid YAML: a value cannot be read ({reason})") from None
+    return told
+
+
+def _refuse_loops(node: Any, above: tuple[int, ...]) -> None:
+    """An anchor may be used anywhere but inside itself; `above` are the nodes this one lies in."""
+    if id(node) in above:
+        raise yaml.YAMLError("an anchor (&) holds itself (*)")
+    if isinstance(node, dict | list):
+        for below in node.values() if isinstance(node, dict) else node:
+            _refuse_loops(below, (*above, id(node)))
 
 
 _METHODS = Path(__file__).parent / "methods"
@@ -71,16 +91,14 @@ def presets() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _preset(name: str) -> dict[str, Any]:
-    """A preset by name or alias, with all it extends laid under it."""
+def _preset(name: str, what: str = "extends: no preset", others: str = "") -> dict[str, Any]:
+    """A preset by name or alias, with all it extends laid under it; else `what` is missing and `others` would do."""
     known = presets()
     for preset, raw in known.items():
         if name in (preset, raw.pop("about", {}).get("alias")):
             base = raw.pop("extends", None)
             return merge(_preset(base) if base else {}, {**raw, "method": preset})
-    raise RecipeError(
-        f"no preset or recipe file '{name}'{did_you_mean(name, known)} (presets: {', '.join(known)}; or a .yaml file, or a run folder)"
-    )
+    raise RecipeError(f"{what} '{name}'{did_you_mean(name, known)} (presets: {', '.join(known)}{others})")
 
 
 def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,12 +169,12 @@ def load(source: str | Path, overrides: Iterable[tuple[str, Any]] = ()) -> Recip
             )
         base = raw.pop("extends", None)
         if base is not None:
-            raw = merge(_preset(str(base)), raw)
+            raw = merge(_preset(str(base), f"{path}: extends: no preset"), raw)
         raw.setdefault("method", path.stem)
     elif path.suffix in (".yaml", ".yml"):
         raise RecipeError(f"no recipe file '{source}'")
     else:
-        raw = _preset(str(source))
+        raw = _preset(str(source), "no preset or recipe file", "; or a .yaml file, or a run folder")
     for key, value in overrides:
         assign(raw, key, value)
     return parse(raw)
@@ -200,12 +218,12 @@ def _load_plugins(raw: dict[str, Any]) -> dict[str, Any]:
 
 def parse(raw: dict[str, Any]) -> Recipe:
     """Validated recipe from plain data; every mistake is one line naming key, value and what is allowed."""
-    return _checked(Recipe, _load_plugins(raw))
+    return checked(Recipe, _load_plugins(raw))
 
 
 def parse_federated(raw: Any) -> Federated:
     """The federated half as it came in a Broadcast: parts by registered name only, nothing is imported."""
-    return _checked(Federated, raw)
+    return checked(Federated, raw)
 
 
 def parse_part(name: str, raw: Any) -> Part:
@@ -227,7 +245,8 @@ def change(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     return parse(raw)
 
 
-def _checked(model: type[M], raw: Any) -> M:
+def checked(model: type[M], raw: Any) -> M:
+    """Data as that model, with the same one-line errors as a recipe."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -258,8 +277,14 @@ _PLAIN = {
 def _explain(item: dict[str, Any]) -> str:
     where = ".".join(str(step) for step in item["loc"])
     kind, value, context = item["type"], item["input"], item.get("ctx", {})
+    message = item["msg"]
     if kind == "unknown_key":
         where, value = ".".join(filter(None, [where, context["key"]])), context["given"]
+        if isinstance(value, dict):
+            message = message.replace("unknown key", f"unknown key '{context['key']}'", 1)
+        while isinstance(value, dict) and len(value) == 1:
+            (step, value), *_ = value.items()
+            where = f"{where}.{step}"
     if kind == "unknown_kind":
         value = context["given"]
     if kind == "literal_error":
@@ -279,7 +304,7 @@ def _explain(item: dict[str, Any]) -> str:
     elif kind == "string_pattern_mismatch":
         rule = "must be auto, cpu, mps, cuda or cuda:N"
     else:
-        rule = _PLAIN.get(kind, item["msg"])
+        rule = _PLAIN.get(kind, message)
     shown = "" if kind == "missing" or isinstance(value, dict) else f" = {_short(value)}"
     return f"{where or 'recipe'}{shown}: {rule}"
 

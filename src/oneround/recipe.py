@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from oneround.errors import did_you_mean
 from oneround.parts import In, Part, Strict, slot
@@ -240,6 +240,15 @@ class Federated(Strict):
     """Fuse and score what an upload would give every so many epochs; 0: only at the end."""
     evaluation: Evaluation = Evaluation()
 
+    @field_validator("fusion")
+    @classmethod
+    def _rules_once(cls, rules: list[Part]) -> list[Part]:
+        labels = [rule.label for rule in rules]
+        twice = next((label for label in labels if labels.count(label) > 1), None)
+        if twice is not None:
+            raise ValueError(f"names {twice} twice")
+        return rules
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Federated:
         if self.bank is not None and not self.public:
@@ -285,6 +294,8 @@ class Local(Strict):
     """Clients trained at once on a CPU; left out: as many as threads per client allow."""
     checkpoint_seconds: NotNegative = 30.0
     """Save a client's state at the end of an epoch when the last save is older than this."""
+    sinks: list[Literal["tensorboard", "mlflow"]] = Field(default=[])
+    """Where metrics go besides metrics.jsonl."""
     plugins: list[str] = Field(default=[])
     """Python modules of yours that register parts."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from oneround import acts
 from oneround.crew import Job, crew_size
 from oneround.data import Dataset, Split, partitions
-from oneround.errors import ProtocolError, RunError
+from oneround.errors import ProtocolError, RecipeError, RunError
 from oneround.learning import Emit, silent
 from oneround.learning.batches import steps_per_epoch
 from oneround.learning.schedules import schedules
@@ -28,6 +29,8 @@ from oneround.protocol import Broadcast, UploadFolder, blob
 from oneround.reading import load
 from oneround.recipe import Local, Recipe
 from oneround.site import Site, choose_device, threads_per_client
+
+log = logging.getLogger("oneround")
 
 
 @dataclass(frozen=True)
@@ -62,20 +65,48 @@ class RunFolder:
     def state(self, client: str) -> Path:
         return self.path / "clients" / client
 
+    def states(self, client: str) -> list[Path]:
+        """What is kept of a client between epochs."""
+        return sorted(self.state(client).glob("*.safetensors"))
+
+    @property
+    def resumption(self) -> str:
+        """What to type to go on."""
+        return f"oneround run {self.path} --resume"
+
     def job(self, client: str, samples: NDArray[np.int64], until: int, local: Local, told: Mapping[str, float]) -> Job:
         """Work for the crew: train that client to the end of an epoch, its state and upload kept here."""
         return Job(client, samples, self.broadcast, self.upload(client), self.state(client), until, local, told)
 
     def read_spreads(self) -> dict[int, float]:
         """How far apart the clients' prototypes were after each epoch; kept only where a schedule looks at it."""
-        path = self.path / "consensus.json"
-        return {int(epoch): value for epoch, value in json.loads(path.read_text()).items()} if path.is_file() else {}
+        if not (self.path / "consensus.json").is_file():
+            return {}
+        told = self.read_json("consensus.json", [], "begin anew with another --out")
+        return {int(epoch): value for epoch, value in told.items()}
 
     def write_spreads(self, spreads: Mapping[int, float]) -> None:
         self.write_json("consensus.json", spreads)
 
     def write_json(self, name: str, content: Any) -> None:
         blob.write_durably(self.path / name, json.dumps(content, indent=1, ensure_ascii=False).encode())
+
+    def read_json(self, name: str, keys: Sequence[str], fix: str) -> dict[str, Any]:
+        """What `write_json` wrote, with at least these keys; otherwise `fix` says what to do."""
+        path = self.path / name
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RunError(f"{path}: damaged ({error}); {fix}") from None
+        missing = [key for key in keys if not isinstance(told, dict) or key not in told]
+        if missing or not isinstance(told, dict):
+            raise RunError(f"{path}: damaged (no {', '.join(missing) or 'mapping'} in it); {fix}")
+        return told
+
+    def read_result(self) -> dict[str, Any]:
+        """`result.json`, which follows from the uploads and can be made again."""
+        keys = ("rules", "clients", "partition", "remarks", "uploads")
+        return self.read_json("result.json", keys, f"remove it and make it again with {self.resumption}")
 
     def read_recipe(self, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
         """The recipe the run was begun with."""
@@ -88,7 +119,11 @@ class RunFolder:
         broadcast = Broadcast.read(self.broadcast)
         paths = sorted((self.path / "uploads").glob("*.safetensors"))
         if not paths:
-            raise ProtocolError(f"{self.path}: no uploads yet; go on with oneround run {self.path} --resume")
+            raise ProtocolError(f"{self.path}: no uploads yet; go on with {self.resumption}")
+        if self.result.is_file():
+            lost = sorted(set(self.read_result()["uploads"]) - {path.stem for path in paths})
+            if lost:
+                log.warning("%s/uploads: missing and left out: %s", self.path, ", ".join(lost))
         return UploadFolder(paths, broadcast, acts.statistics_of(broadcast))
 
     @contextmanager
@@ -118,6 +153,11 @@ class Plan:
     def of(recipe: Recipe, data: Dataset) -> Plan:
         settled = acts.settle(recipe, data)
         split = partitions.of(settled.partition).split(data, settled.seeds.partition, settled.public)
+        if not any(split.sizes):
+            raise RecipeError(
+                f"partition = {settled.partition.label}, seed {settled.seeds.partition}: every client is left with no "
+                "samples, nobody could train; choose another partition.kind, alpha or seed"
+            )
         return Plan(settled, data, split, acts.traffic(settled, data.classes, data.shape[0], len(split.public)))
 
     def prepare(self, emit: Emit = silent) -> Broadcast:
@@ -205,12 +245,10 @@ class Result:
 
     @staticmethod
     def read(folder: Path) -> Result:
-        path = folder / "result.json"
-        if not path.is_file():
-            raise RunError(
-                f"{folder}: no finished run here (no result.json); go on with oneround run {folder} --resume"
-            )
-        told = json.loads(path.read_text(encoding="utf-8"))
+        place = RunFolder(folder)
+        if not place.result.is_file():
+            raise RunError(f"{folder}: no finished run here (no result.json); go on with {place.resumption}")
+        told = place.read_result()
         curves: dict[str, dict[int, float]] = {}
         for event in MetricsLog(folder / "metrics.jsonl"):
             if event.get("event") == "snapshot":

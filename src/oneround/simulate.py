@@ -8,26 +8,27 @@ from seeds.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from oneround import acts
 from oneround.crew import Crew, crew_size
 from oneround.data import Dataset, load_dataset
-from oneround.errors import Interrupted, RecipeError, RunError
+from oneround.errors import Interrupted, OutOfTime, ProtocolError, RecipeError, RunError
 from oneround.evaluate import Score, score_uploads
 from oneround.learning import Emit, silent
 from oneround.learning.schedules import consensus, spread
 from oneround.observe import pictures
 from oneround.observe.environment import environment
+from oneround.observe.sinks import Sink, opened, pour
 from oneround.protocol import Broadcast, Upload, UploadFolder, blob
 from oneround.recipe import Recipe
 from oneround.runs import Plan, Result, RunFolder
@@ -44,11 +45,16 @@ def run(
     resume: bool = False,
     emit: Emit = silent,
     crew: Crew | None = None,
+    deadline: float | None = None,
 ) -> Result:
-    """Run a recipe; everything it finds is in `folder`. With `resume` go on where an earlier run was stopped."""
+    """Run a recipe; everything it finds is in `folder`. With `resume` go on where an earlier run was stopped.
+
+    At `deadline` (`time.time()`) every client ends its epoch and saves it, and `OutOfTime` is raised.
+    """
     place = RunFolder(folder)
     if place.recipe.exists() and not resume:
         raise RecipeError(f"{folder}: there is a run here already; go on with --resume, or choose another --out")
+    emit = partial(_log_trouble, emit)
     data = data or load_dataset(recipe.data, recipe.local.data_path)
     plan = Plan.of(recipe, data)
     announcement = {"event": "plan", "lines": plan.lines(), "steps": plan.steps, "epochs": plan.recipe.training.epochs}
@@ -58,10 +64,15 @@ def run(
         if not begun:
             _begin(place, plan, emit)
         if not place.result.exists():
+            if begun:
+                _mend_broadcast(place, plan, emit)
             size = crew_size(plan.recipe.local, plan.traffic.parameters, len(plan.clients))
             try:
-                with nullcontext(crew) if crew else Crew(data.train, size, emit) as workers:
-                    _train_and_score(place, plan, workers, emit)
+                with (
+                    opened(recipe, folder) as sinks,
+                    nullcontext(crew) if crew else Crew(data.train, size, emit, deadline) as workers,
+                ):
+                    _train_and_score(place, plan, workers, emit, sinks)
             except KeyboardInterrupt:
                 raise Interrupted(f"interrupted; go on with oneround run {folder} --resume") from None
             except BrokenProcessPool:
@@ -80,7 +91,7 @@ def _begun(place: RunFolder, plan: Plan) -> bool:
                 f"{place.path}: was begun with another recipe ({place.recipe}); use that one, or choose another --out"
             )
         if place.broadcast.exists() and (place.path / "partition.json").exists():
-            told = json.loads((place.path / "partition.json").read_text(encoding="utf-8"))
+            told = place.read_json("partition.json", ["digest"], f"remove it and go on with {place.resumption}")
             if told["digest"] != plan.split.digest:
                 raise RecipeError(f"{place.path}: was begun on other data or another partition; choose another --out")
             return True
@@ -102,7 +113,29 @@ def _begin(place: RunFolder, plan: Plan, emit: Emit) -> None:
         log.warning(remark)
 
 
-def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit) -> None:
+def _mend_broadcast(place: RunFolder, plan: Plan, emit: Emit) -> None:
+    """Prepare a damaged broadcast again; it must come out as it was, or what clients trained so far would not fit it."""
+    try:
+        if Broadcast.read(place.broadcast).digest == plan.recipe.digest:
+            return
+        log.warning("%s: of another recipe; prepared again", place.broadcast)
+    except (ProtocolError, RecipeError) as error:
+        log.warning("%s; prepared again", error)
+    raw = plan.prepare(emit).pack()
+    manifest, _ = blob.unpack(raw, "broadcast", "broadcast")
+    try:
+        promised = blob.peek(place.broadcast, "broadcast").get("sha256")
+    except ProtocolError:
+        promised = None  # the damage is in the manifest itself
+    if promised not in (None, manifest["sha256"]):
+        raise RunError(
+            f"{place.broadcast}: damaged, and prepared again it differs (another device, or other initial weights); "
+            "begin anew with another --out"
+        )
+    blob.write_durably(place.broadcast, raw)
+
+
+def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit, sinks: Sequence[Sink]) -> None:
     recipe, clients = plan.recipe, plan.clients
     site = Site("server", folder=place.path, local=recipe.local)
     broadcast = Broadcast.read(place.broadcast)
@@ -112,17 +145,15 @@ def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit) -> No
     scores: dict[str, Score] = {}
     alone: dict[str, Score] = {}
     spreads = place.read_spreads()
+    standing = _standing(place, plan)
+    behind = [name for name in clients if spreads and standing[name] != plan.stops[-1] and not place.states(name)]
+    for stop in sorted(spreads) if behind else ():  # with what the others' spread was then
+        standing |= _train(place, plan, crew, behind, stop, spreads)
     for stop in plan.meetings:
         if stop != plan.stops[-1] and (stop in scored or (stop not in plan.stops and stop in spreads)):
             continue
-        told = {"consensus": consensus(spreads, stop - 1)}
-        waiting = [
-            crew.submit(place.job(name, plan.split.clients[number], stop, recipe.local, told))
-            for name, number in sorted(clients.items(), key=lambda item: -plan.split.sizes[item[1]])
-            if Upload.epoch_of(place.upload(name)) != stop
-        ]
-        for done in as_completed(waiting):
-            log.info("%s is at epoch %d", done.result(), stop)
+        waiting = [name for name in clients if standing[name] != stop]
+        standing |= _train(place, plan, crew, waiting, stop, spreads)
         _check_all_arrived(place, uploads, stop)
         if plan.meets_every_epoch and stop not in spreads:
             spreads[stop] = spread(upload.weights["prototypes"] for upload in uploads)
@@ -134,10 +165,46 @@ def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit) -> No
             scores, alone = score_uploads(rules, uploads, broadcast, plan.data.test, site.device)
         seconds = time.monotonic() - started
         if stop not in scored:
-            _record(place, plan, uploads, stop, scores, alone, seconds)
+            pour(_record(place, plan, uploads, stop, scores, alone, seconds), sinks)
         emit({"event": "snapshot", "epoch": stop, "accuracy": {name: score.accuracy for name, score in scores.items()}})
         log.info("epoch %d: %s", stop, ", ".join(f"{name} {score.accuracy:.2%}" for name, score in scores.items()))
     _finish(place, plan, site, scores, alone)
+
+
+def _standing(place: RunFolder, plan: Plan) -> dict[str, int | None]:
+    """The epoch of every client's upload. What is damaged, uploads or states, is discarded, to be trained again."""
+    standing: dict[str, int | None] = {}
+    for name in plan.clients:
+        upload = place.upload(name)
+        standing[name] = Upload.epoch_of(upload)
+        damaged = [path for path in place.states(name) if not blob.is_whole(path, "state")]
+        if standing[name] is None and upload.exists():
+            damaged.append(upload)
+        for path in damaged:
+            log.warning("%s: damaged; discarded, %s trains again", path, name)
+            path.unlink()
+    return standing
+
+
+def _train(
+    place: RunFolder, plan: Plan, crew: Crew, names: Sequence[str], stop: int, spreads: Mapping[int, float]
+) -> dict[str, int | None]:
+    """Let these clients train to the end of an epoch, the largest first; where they stand then."""
+    told = {"consensus": consensus(spreads, stop - 1)}
+    clients, sizes = plan.clients, plan.split.sizes
+    waiting = [
+        crew.submit(place.job(name, plan.split.clients[clients[name]], stop, plan.recipe.local, told))
+        for name in sorted(names, key=lambda name: -sizes[clients[name]])
+    ]
+    late: OutOfTime | None = None
+    for done in as_completed(waiting):
+        try:
+            log.info("%s is at epoch %d", done.result(), stop)
+        except OutOfTime as error:
+            late = error  # the others end their epoch too and save it
+    if late is not None:
+        raise late
+    return dict.fromkeys(names, stop)
 
 
 def _check_all_arrived(place: RunFolder, uploads: UploadFolder, stop: int) -> None:
@@ -173,7 +240,7 @@ def _record(
     scores: Mapping[str, Score],
     alone: Mapping[str, Score],
     seconds: float,
-) -> None:
+) -> list[dict[str, Any]]:
     """Log what the clients measured since the last snapshot, then the snapshot."""
     before = max((epoch for epoch in plan.stops if epoch < stop), default=0)
     events: list[dict[str, Any]] = []
@@ -192,6 +259,7 @@ def _record(
         for name, score in scores.items()
     ]
     place.metrics.append(events)
+    return events
 
 
 def _finish(place: RunFolder, plan: Plan, site: Site, scores: Mapping[str, Score], alone: Mapping[str, Score]) -> None:
@@ -217,6 +285,13 @@ def _finish(place: RunFolder, plan: Plan, site: Site, scores: Mapping[str, Score
         f"{plan.recipe.method} on {plan.data.name}",
     )
     shutil.rmtree(place.path / "clients", ignore_errors=True)
+
+
+def _log_trouble(emit: Emit, event: dict[str, Any]) -> None:
+    """Pass an event on; what went wrong also goes into the log."""
+    if event["event"] == "trouble" and emit is not silent:  # which logs it itself
+        log.warning(event["text"])
+    emit(event)
 
 
 @contextmanager

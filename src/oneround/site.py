@@ -28,6 +28,8 @@ class Site:
     local: Local = field(default_factory=Local)
     told: Mapping[str, float] = field(default_factory=dict)
     """What a simulation tells it about the other sites while they train; nothing in a real federation."""
+    deadline: float | None = None
+    """When to stop between two epochs (`time.time()`), to go on later."""
 
     @property
     def device(self) -> torch.device:

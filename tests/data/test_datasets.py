@@ -237,6 +237,53 @@ def test_what_is_wrong_with_an_image_folder(tmp_path: Path) -> None:
         load("images", tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
+@pytest.mark.parametrize("grey", [True, False])
+def test_grey_of_16_bits_keeps_its_range(suffix: str, grey: bool, tmp_path: Path) -> None:
+    """Black, middle grey and white; cut off at 255 all but black would be white."""
+    levels = np.repeat(np.array([0, 257 * 100, 65535], np.uint16), 22)[:64].reshape(8, 8)
+    for name in ("a", "b"):
+        for part in ("train", "test"):
+            save(tmp_path / part / name / f"1.{suffix}", levels)
+    pixels = load("images", tmp_path, size=8, grey=grey).train.pixels
+    wanted = torch.from_numpy((levels // 257).astype(np.uint8))
+    assert all(torch.equal(plane, wanted) for plane in pixels.flatten(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"), [(np.int32, "32-bit whole numbers"), (np.float32, "floating-point numbers")]
+)
+def test_an_image_whose_white_is_unknown_is_refused(dtype: type, words: str, tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        save(tmp_path / part / "a" / "1.tif", np.full((8, 8), 300, dtype))
+    with pytest.raises(DataError, match=rf"a/1\.tif: not a readable image \(its pixels are {words}.*8 or 16 bits"):
+        load("images", tmp_path)
+
+
+def test_an_image_too_large_to_unpack_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    for part in ("train", "test"):
+        save(tmp_path / part / "a" / "1.png", pictures(1, 20)[0])
+    with pytest.raises(DataError, match=r"a/1\.png: more than 200 pixels, refused; scale it down"):
+        load("images", tmp_path)
+
+
+def test_a_corrupt_image_is_named_without_python_words(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        for number in range(2):
+            save(tmp_path / name / f"{number}.png", pictures(1)[0])
+    (tmp_path / "a" / "0.png").write_bytes(b"junk")
+    with pytest.raises(DataError, match=r"a/0\.png: not a readable image \(no image format that is known\)$"):
+        load("images", tmp_path, held_out=0.5)
+
+
+def test_too_few_images_to_hold_some_out_is_said(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save(tmp_path / name / "1.png", pictures(1)[0])
+    with pytest.raises(DataError, match=r"data\.held_out = 0\.2 of each class leaves no image to test on; add images"):
+        load("images", tmp_path)
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_tiny_imagenet(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.kinds["tiny-imagenet"], "counts", (4, 2))
@@ -323,6 +370,11 @@ BROKEN = {
     "empty": ({"x_test": pictures(0), "y_test": np.zeros(0, int)}, "x_test is empty"),
     "label floats": ({"y_train": np.linspace(0, 1, 6)}, "whole number per image"),
     "groups short": ({"group_train": np.arange(3)}, "3 group ids for 6"),
+    "groups missing": ({"group_train": np.array([0, 1, np.nan, 1, np.nan, 0])}, "group_train is nan for 2 of 6"),
+    "groups without date": ({"group_train": np.array(["NaT"] * 6, "datetime64[D]")}, "group_train is NaT for 6 of 6"),
+    "one name": ({"class_names": np.array("cat")}, r"class_names has shape \(\); give a list of names"),
+    "huge label": ({"y_train": np.array([0, 1, 2, 0, 1, 10**9])}, "1000000001 classes, more than the 6 training"),
+    "beyond int64": ({"y_train": np.array([0, 1, 2, 0, 1, 2**64 - 1], np.uint64)}, "label of 18446744073709551615"),
     "objects": ({"class_names": np.array(["a", None, {}], object)}, "not a readable .npz"),
 }
 
@@ -334,6 +386,22 @@ def test_what_is_wrong_with_an_npz_is_said(case: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "mine.npz", **content)
     with pytest.raises(DataError, match=words):
         load("npz", tmp_path / "mine.npz")
+
+
+def test_what_is_no_npz_is_said(tmp_path: Path) -> None:
+    np.save(tmp_path / "one.npy", pictures(3))
+    (tmp_path / "one.npy").rename(tmp_path / "one.npz")
+    with pytest.raises(DataError, match=r"one\.npz: not a readable \.npz file \(it is one array"):
+        load("npz", tmp_path / "one.npz")
+    with pytest.raises(DataError, match=r"is a folder; name the file itself, --data .*FILE\.npz without --data-dir"):
+        load("npz", tmp_path)
+
+
+def test_names_allow_more_classes_than_images() -> None:
+    x = pictures(2)
+    with pytest.raises(DataError, match="more than the 2 training images"):
+        dataset_from_arrays("mine", x, [0, 2], x, [0, 1])
+    assert dataset_from_arrays("mine", x, [0, 2], x, [0, 1], class_names=("a", "b", "c")).classes == 3
 
 
 def test_a_truncated_npz_is_named(tmp_path: Path) -> None:

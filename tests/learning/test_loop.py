@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -168,7 +169,10 @@ def test_gradients_are_clipped(digits: Dataset) -> None:
 
 def test_a_loss_that_is_not_finite_stops_with_what_to_do(digits: Dataset) -> None:
     broadcast = prepared(digits, training__learning_rate=1e30, training__clip_norm=0.0, training__epochs=5)
-    with pytest.raises(RunError, match=r"site: the loss is not finite in epoch \d; lower training.learning_rate"):
+    with pytest.raises(
+        RunError,
+        match=r"site, epoch \d: the loss or its gradient is not finite; likely cause: the steps are too large \(training.learning_rate = 1e\+30",
+    ):
         acts.train(broadcast, some(digits, 200))
 
 
@@ -233,3 +237,34 @@ def test_a_batch_that_does_not_fit_is_answered_with_one_that_does(
     monkeypatch.setattr(Stepper, "_step", short_of_memory)
     with pytest.raises(RunError, match=rf"site: training.batch_size = 64 does not fit into the memory of cpu; {words}"):
         acts.train(prepared(digits), some(digits, 100))
+
+
+def steps_of(digits: Dataset, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[tuple[torch.Tensor, float]]:
+    """The random numbers and the learning rate of every step of a training."""
+    from oneround.learning.step import Stepper
+
+    seen: list[tuple[torch.Tensor, float]] = []
+    step = Stepper._step
+
+    def look(self: Stepper, pixels: torch.Tensor, labels: torch.Tensor, numbers: torch.Tensor) -> None:
+        seen.append((numbers.clone(), float(self.rate)))
+        step(self, pixels, labels, numbers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stepper, "_step", look)
+        acts.train(prepared(digits, training__batch_size=50, **changes), some(digits, 150))
+    return seen
+
+
+def test_the_two_views_of_a_sample_are_drawn_apart(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No number is drawn twice: not for the two views, not in two steps, not in two epochs."""
+    numbers = torch.cat([drawn for drawn, _ in steps_of(digits, monkeypatch, training__epochs=2)])
+    assert len(numbers) == 2 * 2 * 150
+    assert len(numbers.unique(dim=0)) == len(numbers)
+    assert all(len(column.unique()) > 0.99 * len(column) for column in numbers.T)
+
+
+def test_the_cosine_falls_with_every_step(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = steps_of(digits, monkeypatch, training__epochs=2, training__schedule="cosine", training__learning_rate=0.1)
+    wanted = [0.05 * (1 + math.cos(math.pi * step / 6)) for step in range(6)]
+    assert [rate for _, rate in seen] == pytest.approx(wanted)

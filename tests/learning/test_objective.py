@@ -8,7 +8,7 @@ from pytorch_metric_learning.losses import SupConLoss
 from torch.nn import functional as F
 
 from oneround.learning import Batch
-from oneround.learning.objective import evaluate, supervised_contrastive
+from oneround.learning.objective import active, evaluate, supervised_contrastive
 from oneround.reading import load
 
 
@@ -54,7 +54,7 @@ def test_supcon_floor_is_the_log_of_the_number_of_positives() -> None:
 
 def test_fafi_is_the_sum_of_its_four_terms() -> None:
     made = batch(32, 5, 0)
-    total, values = evaluate(load("fafi").objective, made)
+    total, values = evaluate(active(load("fafi").objective), made)
     z, y, p = made.unit.double(), made.labels, made.prototypes.double()
     log_softmax = (z @ p.T) - (z @ p.T).exp().sum(1, keepdim=True).log()
     ce = -log_softmax[torch.arange(32), y].mean()
@@ -81,11 +81,11 @@ def test_fafi_is_the_sum_of_its_four_terms() -> None:
 
 def test_weights_scale_terms_and_zero_leaves_them_out() -> None:
     made = batch(32, 5, 0)
-    plain, values = evaluate(load("fafi").objective, made)
+    plain, values = evaluate(active(load("fafi").objective), made)
     changed = load(
         "fafi", [("objective.terms.cross-entropy.weight", 3.0), ("objective.terms.prototype-separation.weight", 0.0)]
     )
-    total, left = evaluate(changed.objective, made)
+    total, left = evaluate(active(changed.objective), made)
     assert "prototype-separation" not in left
     assert abs(float(total) - float(plain + 2 * values["cross-entropy"] - values["prototype-separation"])) < 1e-4
 
@@ -93,6 +93,23 @@ def test_weights_scale_terms_and_zero_leaves_them_out() -> None:
 def test_temperatures_divide_the_logits() -> None:
     made = batch(32, 5, 0)
     changed = load("fafi", [("objective.terms.prototype-feature.temperature", 0.5)])
-    _, values = evaluate(changed.objective, made)
+    _, values = evaluate(active(changed.objective), made)
     wanted = F.cross_entropy(made.unit @ made.prototypes.T / 0.5, made.labels)
     assert torch.allclose(values["prototype-feature"], wanted)
+
+
+@pytest.mark.parametrize("temperature", [0.2, 3.0])
+def test_each_prototype_term_has_its_own_temperature(temperature: float) -> None:
+    made = batch(32, 5, 0)
+    z, y, p = made.unit.double(), made.labels, made.prototypes.double()
+    features, prototypes = z @ p.T / temperature, p @ p.T / temperature
+    wanted = {
+        "prototype-feature": -(features - features.logsumexp(1, keepdim=True))[torch.arange(32), y].mean(),
+        "prototype-separation": -(prototypes - prototypes.logsumexp(1, keepdim=True)).diagonal().mean(),
+    }
+    _, plain = evaluate(active(load("fafi").objective), made)
+    for name, value in wanted.items():
+        changed = load("fafi", [(f"objective.terms.{name}.temperature", temperature)])
+        _, values = evaluate(active(changed.objective), made)
+        assert abs(float(values[name]) - float(value)) < 1e-5, name
+        assert all(torch.equal(values[other], plain[other]) for other in plain if other != name)

@@ -154,6 +154,44 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert [file.name for file in tmp_path.iterdir()] == ["kept"]
 
 
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        blob.write_durably(tmp_path / "wanted", b"content")
+    assert caught.value.filename == str(tmp_path / "wanted")
+
+
+def test_a_copy_under_another_name_is_refused(federation: Federation, tmp_path: Path) -> None:
+    _, broadcast, uploads = federation
+    for upload in uploads:
+        upload.write(tmp_path / f"{upload.client}.safetensors")
+    uploads[0].write(tmp_path / "late.safetensors")
+    folder = UploadFolder(sorted(tmp_path.glob("*")), broadcast, acts.statistics_of(broadcast))
+    with pytest.raises(ProtocolError, match=r"late\.safetensors: refused, it is the upload of client_0; remove it"):
+        list(folder)
+    with pytest.raises(ProtocolError, match=r"late\.safetensors: refused"):
+        folder[3]
+
+
+def test_a_damaged_upload_is_at_no_epoch(federation: Federation, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    federation[2][0].write(path)
+    assert Upload.epoch_of(path) == 2
+    raw = path.read_bytes()
+    for damaged in (raw[:-1], bytes([*raw[:-1], raw[-1] ^ 1])):
+        path.write_bytes(damaged)
+        assert Upload.epoch_of(path) is None and not blob.is_whole(path, "upload")
+
+
+def test_a_broadcast_with_a_damaged_manifest_is_refused(federation: Federation) -> None:
+    raw = federation[1].pack()
+    with pytest.raises(ProtocolError, match=r"sent: refused, damaged manifest"):
+        Broadcast.unpack(raw.replace(b"class_names", b"class_nomes"), "sent")
+
+
 def test_an_unreadable_file_is_named(federation: Federation, tmp_path: Path) -> None:
     with pytest.raises(ProtocolError, match=r"nowhere\.safetensors: cannot be read"):
         Upload.read(tmp_path / "nowhere.safetensors", federation[1], {})

@@ -70,6 +70,17 @@ def test_an_image_file_is_scaled_and_converted(federation: Federation, digits: D
         model.read_image(tmp_path / "broken.png")
 
 
+def test_an_image_file_of_16_bits_and_one_that_is_too_large(
+    federation: Federation, digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(federation, "average")
+    Image.fromarray(digits.test.pixels[3, 0].numpy().astype(np.uint16) * 257).save(tmp_path / "deep.png")
+    assert torch.equal(model.read_image(tmp_path / "deep.png")[0], digits.test.pixels[3, 0])
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30)
+    with pytest.raises(DataError, match=r"deep\.png: more than 60 pixels, refused"):
+        model.read_image(tmp_path / "deep.png")
+
+
 def test_a_damaged_model_is_refused(federation: Federation, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model_of(federation, "iffi").save(folder)

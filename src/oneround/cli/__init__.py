@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 from rich.markup import escape
 
+from oneround.cli import comparing as comparing
+from oneround.cli import diagnosing as diagnosing
+from oneround.cli import reporting as reporting
 from oneround.cli import running as running
 from oneround.cli import using as using
 from oneround.cli.options import app, err
 from oneround.errors import OneroundError
+
+_FIXES = {
+    errno.ENOSPC: "free some space and go on with --resume",
+    errno.EEXIST: "a file is in the way, choose another place",
+    errno.ENOTDIR: "a file is in the way, choose another place",
+    errno.EISDIR: "a folder is there, name a file",
+    errno.EACCES: "choose a place you may write to",
+    errno.EROFS: "choose a place you may write to",
+}
 
 
 def main() -> None:
@@ -17,6 +30,20 @@ def main() -> None:
     try:
         app()
     except OneroundError as error:
-        for line in str(error).splitlines():
-            err.print(f"[bold red]error:[/] {escape(line)}", highlight=False, soft_wrap=True)
+        _say(str(error))
         sys.exit(error.exit_code)
+    except OSError as error:
+        _say(_reason(error))
+        sys.exit(1)
+
+
+def _say(text: str) -> None:
+    for line in text.splitlines():
+        err.print(f"[bold red]error:[/] {escape(line)}", highlight=False, soft_wrap=True)
+
+
+def _reason(error: OSError) -> str:
+    """What the system refused: where, why, and the way out where there is one."""
+    where = next((f"{name}: " for name in (error.filename2, error.filename) if name is not None), "")
+    fix = _FIXES.get(error.errno or 0)
+    return where + " ".join((error.strerror or str(error)).split()) + (f"; {fix}" if fix else "")

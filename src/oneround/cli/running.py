@@ -141,8 +141,9 @@ def show_partition(
 ) -> None:
     """Show who would hold what, without training: a table here and a picture in a file."""
     from oneround.data import load_dataset, partitions
-    from oneround.observe.pictures import draw_partition
+    from oneround.observe.pictures import draw_partition, picture_file
 
+    picture = picture_file(picture, "partition.png")
     changes = {"partition.kind": partition, "partition.clients": clients, "partition.alpha": alpha}
     resolved = make_recipe(recipe, data=data, data_dir=data_dir, seed=seed, changes=changes, sets=sets)
     there = load_dataset(resolved.data, resolved.local.data_path)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from oneround.cli.options import (
@@ -165,15 +167,36 @@ def export(
 
 
 @app.command()
-def methods() -> None:
-    """List the presets."""
-    table = Table()
-    for head in ("name", "alias", "idea"):
-        table.add_column(head)
-    for name, raw in presets().items():
-        about = raw.get("about", {})
-        table.add_row(name, about.get("alias", ""), about.get("idea", ""))
+def methods(
+    name: Annotated[str | None, typer.Argument(help="Explain one preset, by name or alias.")] = None,
+    model: Annotated[str, typer.Option("--model", help="The encoder that bytes are counted for.")] = "resnet18",
+    classes: Annotated[int, typer.Option("--classes", min=2, help="How many classes.")] = 10,
+    public: Annotated[
+        int, typer.Option("--public", min=1, help="Public images at the server, where a method needs some.")
+    ] = 5000,
+    as_json: JsonOption = False,
+) -> None:
+    """List the presets with what crosses the network, or explain one with its formula."""
+    from oneround.describe import describe
+
+    chosen = [name] if name else list(presets())
+    told = [describe(each, model, classes, public) for each in chosen]
+    if as_json:
+        typer.echo(json.dumps([method.plain() for method in told], ensure_ascii=False, indent=1))
+        return
+    if name:
+        out.print("\n".join(told[0].lines()), highlight=False, markup=False)
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in ("name", "alias", "down", "up", "idea"):
+        table.add_column(head, no_wrap=head != "idea")
+    for method in sorted(told, key=lambda method: (int(method.alias[1:] or 99), method.name)):
+        needs = f" [needs {', '.join(method.needs)}]" if method.needs else ""
+        table.add_row(method.name, method.alias, method.down, method.up, escape(method.idea + needs))
     out.print(table)
+    out.print(
+        f"Bytes are per client, for {model} and {classes} classes. Explain one: oneround methods NAME", highlight=False
+    )
 
 
 def load_model(folder: Path, plugins: list[str] | None, *, streamed: bool = False) -> GlobalModel:

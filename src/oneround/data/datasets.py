@@ -58,6 +58,10 @@ class Npz(Loader):
     """Any .npz with x_train, y_train, x_test, y_test; class_names and group_train (for natural partitions) if present."""
 
     def load(self, path: Path | None) -> Dataset:
+        if path is not None and path.is_dir():
+            raise DataError(
+                f"npz: local.data_path = {path} is a folder; name the file itself, --data {path}/FILE.npz without --data-dir"
+            )
         if path is None or not path.is_file():
             raise DataError(f"npz: no file at local.data_path = {path}; name it with --data FILE.npz")
         return from_npz(path, path.stem)
@@ -97,6 +101,11 @@ class ImageFolder(Loader):
                 raise DataError(f"{path}/{name}: class '{label}' has no training image")
         if not labelled["test"]:
             labelled = self._hold_out(labelled["train"])
+            if not labelled["test"]:
+                raise DataError(
+                    f"{path}: data.held_out = {self.held_out:g} of each class leaves no image to test on; "
+                    "add images, or a test folder (test/CLASS/…), or raise data.held_out"
+                )
         return decoded(self, path.name, str(path), found, labelled, tuple(names), self.size, 1 if self.grey else 3)
 
     def _hold_out(self, every: list[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
@@ -124,7 +133,7 @@ def from_npz(path: Path, name: str, names: tuple[str, ...] = (), mirror: bool = 
     missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in content]
     if missing:
         raise DataError(f"{path}: no {', '.join(missing)} in it; expected x_train, y_train, x_test, y_test")
-    given = tuple(str(word) for word in content["class_names"]) if "class_names" in content else names
+    given = _names_in(path, content["class_names"]) if "class_names" in content else names
     return dataset_from_arrays(
         name,
         *(content[key] for key in ("x_train", "y_train", "x_test", "y_test")),
@@ -132,6 +141,12 @@ def from_npz(path: Path, name: str, names: tuple[str, ...] = (), mirror: bool = 
         group_train=content.get("group_train"),
         mirror=mirror,
     )
+
+
+def _names_in(path: Path, given: files.Array) -> tuple[str, ...]:
+    if given.ndim != 1:
+        raise DataError(f"{path}: class_names has shape {given.shape}; give a list of names, one per class")
+    return tuple(str(word) for word in given)
 
 
 def decoded(

@@ -76,7 +76,10 @@ def read_svhn(path: Path) -> tuple[Array, Array]:
 def read_npz(path: Path) -> dict[str, Array]:
     """The arrays of an .npz file."""
     try:
-        with np.load(path, allow_pickle=False) as content:
+        content = np.load(path, allow_pickle=False)
+        if not isinstance(content, np.lib.npyio.NpzFile):
+            raise ValueError("it is one array, an .npy file; save several with numpy.savez")
+        with content:
             return {name: content[name] for name in content.files}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path}: not a readable .npz file ({error})") from None
@@ -124,14 +127,37 @@ def decode_images(where: str, files: Sequence[tuple[str, Opener]], size: int, ch
 
     def decode(item: tuple[str, Opener]) -> Array:
         name, opener = item
-        try:
-            image = Image.open(io.BytesIO(opener())).convert("L" if channels == 1 else "RGB")
-            if image.size != (size, size):
-                image = image.resize((size, size), Image.Resampling.BILINEAR)
-            return np.asarray(image).reshape(size, size, channels)
-        except (UnidentifiedImageError, OSError, SyntaxError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-            raise DataError(f"{where}/{name}: not a readable image ({error})") from None
+        return decode_image(f"{where}/{name}", opener, (size, size), channels)
 
     with ThreadPoolExecutor() as pool:
         decoded = list(pool.map(decode, files, chunksize=64))
     return np.stack(decoded) if decoded else np.zeros((0, size, size, channels), np.uint8)
+
+
+def decode_image(where: str, opener: Opener, size: tuple[int, int], channels: int) -> Array:
+    """An image file → uint8 (height, width, channels), scaled to fit; `size` is (width, height)."""
+    try:
+        with Image.open(io.BytesIO(opener())) as opened:
+            image = _eight_bits(opened).convert("L" if channels == 1 else "RGB")
+    except UnidentifiedImageError:
+        raise DataError(f"{where}: not a readable image (no image format that is known)") from None
+    except Image.DecompressionBombError:
+        limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+        raise DataError(f"{where}: more than {limit:,} pixels, refused; scale it down first") from None
+    except (OSError, SyntaxError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{where}: not a readable image ({error})") from None
+    if image.size != size:
+        image = image.resize(size, Image.Resampling.BILINEAR)
+    return np.asarray(image).reshape(size[1], size[0], channels)
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Grey of 16 bits scaled to 8 (Pillow would cut it off at 255); grey whose white is not known is refused."""
+    sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+    if sixteen:
+        values = np.asarray(image).astype(np.int64)
+        return Image.fromarray(((values + 128) // 257).clip(0, 255).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        kind = "32-bit whole numbers" if image.mode == "I" else "floating-point numbers"
+        raise ValueError(f"its pixels are {kind}, so its white is unknown; save it with 8 or 16 bits")
+    return image

@@ -108,21 +108,41 @@ def dataset_from_arrays(
             f"{name}: images of {channels} channels, {height}×{width} pixels; "
             "1 or 3 channels and 8 to 64 pixels are supported (image folders: set data.size)"
         )
-    highest = max(int(train.labels.max()), int(test.labels.max()))
-    lowest = min(int(train.labels.min()), int(test.labels.min()))
-    names = class_names or tuple(str(label) for label in range(highest + 1))
+    names = _class_names(name, train, test, class_names)
+    groups = None if group_train is None else _groups(name, group_train, len(train))
+    return Dataset(name, train, test, names, groups, mirror)
+
+
+def _class_names(name: str, train: Images, test: Images, given: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The names given, or 0…C−1; every label must have one."""
+    lowest, highest = (int(find(find(train.labels), find(test.labels))) for find in (torch.min, torch.max))
+    if given is None and highest >= len(train):
+        raise DataError(
+            f"{name}: a label of {highest} means {highest + 1} classes, more than the {len(train)} training images; "
+            "number the classes from 0 without gaps, or give class_names"
+        )
+    names = given or tuple(str(label) for label in range(highest + 1))
     if lowest < 0 or highest >= len(names):
         raise DataError(
             f"{name}: labels run from {lowest} to {highest}, but there are {len(names)} classes (0 to {len(names) - 1})"
         )
     if len(names) < 2:
         raise DataError(f"{name}: only one class; a classifier needs at least 2")
-    groups = None
-    if group_train is not None:
-        groups = np.unique(np.asarray(group_train), return_inverse=True)[1].astype(np.int64).reshape(-1)
-        if len(groups) != len(train):
-            raise DataError(f"{name}: {len(groups)} group ids for {len(train)} training images (group_train)")
-    return Dataset(name, train, test, names, groups, mirror)
+    return names
+
+
+def _groups(name: str, given: Any, samples: int) -> NDArray[np.int64]:
+    """Group ids of any type → 0…G−1, one per training sample."""
+    ids = np.asarray(given).reshape(-1)
+    if len(ids) != samples:
+        raise DataError(f"{name}: {len(ids)} group ids for {samples} training images (group_train)")
+    missing = ids != ids  # only what is no value differs from itself: NaN, NaT
+    if missing.any():
+        raise DataError(
+            f"{name}: group_train is {ids[missing][0]} for {int(missing.sum())} of {samples} training images; "
+            "give every image a group"
+        )
+    return np.unique(ids, return_inverse=True)[1].astype(np.int64).reshape(-1)
 
 
 def _pixels(name: str, key: str, given: Any) -> Tensor:
@@ -150,4 +170,6 @@ def _labels(name: str, key: str, given: Any) -> Tensor:
     array = given.numpy() if isinstance(given, Tensor) else np.asarray(given)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise DataError(f"{name}: {key} must be one whole number per image, got {array.dtype} with shape {array.shape}")
+    if array.size and int(array.max()) >= 2**63:
+        raise DataError(f"{name}: {key} holds a label of {int(array.max())}; labels are 0, 1, 2, … one per class")
     return torch.from_numpy(array.astype(np.int64))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from oneround.data import Images
 from oneround.data.augment import draw
-from oneround.errors import RunError
+from oneround.errors import OutOfTime, RunError
 from oneround.learning import rails
 from oneround.learning.alignment import instability_threshold
 from oneround.learning.batches import batches
@@ -36,7 +36,9 @@ Emit = Callable[[dict[str, Any]], None]
 
 
 def silent(event: dict[str, Any]) -> None:
-    """Nobody is watching."""
+    """Nobody is watching; trouble is logged all the same."""
+    if event["event"] == "trouble":
+        log.warning(event["text"])
 
 
 class Learner:
@@ -81,10 +83,15 @@ class Learner:
             self.epoch += 1
             self.history.append(measured)
             self.emit({"event": "epoch", "client": self.site.name, **measured})
-            more_to_come = self.epoch < self.training.epochs  # after the last epoch the upload takes the state's place
-            if more_to_come and (self.epoch == until or time.monotonic() - saved >= self.site.local.checkpoint_seconds):
+            late = self.site.deadline is not None and time.time() >= self.site.deadline and self.epoch < until
+            due = late or self.epoch == until or time.monotonic() - saved >= self.site.local.checkpoint_seconds
+            if due and self.epoch < self.training.epochs:  # after the last epoch the upload takes the state's place
                 self.save()
                 saved = time.monotonic()
+            if late:
+                raise OutOfTime(
+                    f"{self.site.name}: stopped after epoch {self.epoch}, the time is over; resume to go on"
+                )
 
     def _on_rails(self, measured: dict[str, Any], before: dict[str, Tensor]) -> bool:
         """Whether the epoch counts; one that ended without finite numbers is undone."""
@@ -97,6 +104,7 @@ class Learner:
         text, action = f"{self.site.name}, {trouble.text}", self.recipe.rails.on_explosion
         undone = trouble.kind == "not-finite"
         if undone:
+            self.stepper.restart()
             for name, held in self._learned().items():
                 held.copy_(before[name])
         if action == "clamp" and self.aligner and trouble.kind != "weight" and float(self.aligner.ceiling) > 0:
@@ -106,9 +114,10 @@ class Learner:
             text += "; held there from here"
         elif action == "stop" or undone:
             kept = measured["epoch"] - undone
-            self.stopped = text = f"{text}; stopped, what it learned to the end of epoch {kept} is kept"
+            self.stopped = text = f"{text}; stopped" + (
+                f", what it learned to the end of epoch {kept} is kept" * (kept > 0)
+            )
         if not known:
-            log.warning(text)
             self.emit({"event": "trouble", "text": text})
         return not undone
 

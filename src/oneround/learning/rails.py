@@ -22,14 +22,16 @@ def look(recipe: Federated, measured: dict[str, Any], threshold: float) -> Troub
     epoch, weight = measured["epoch"], measured.get("lambda_effective")
     raw = measured.get("lambda_raw", 0.0)
     shown = "" if weight is None else f", λ = {weight:.4g}"
-    if not math.isfinite(measured["loss"]):
+    if not (math.isfinite(measured["loss"]) and math.isfinite(measured["gradient_norm"])):
         cause = (
             f"λ is past {threshold:.4g}, where SGD on the prototypes is unstable"
             if weight is not None and not raw < threshold
             else f"the steps are too large (training.learning_rate = {recipe.training.learning_rate:g}, "
             f"training.clip_norm = {recipe.training.clip_norm:g}, 0 being no clipping)"
         )
-        return Trouble("not-finite", f"epoch {epoch}{shown}: the loss is not finite; likely cause: {cause}")
+        return Trouble(
+            "not-finite", f"epoch {epoch}{shown}: the loss or its gradient is not finite; likely cause: {cause}"
+        )
     if weight is not None and raw > recipe.rails.largest_weight and weight >= recipe.rails.largest_weight:
         return Trouble("weight", f"epoch {epoch}{shown}: λ is out of range (rails.largest_weight = {recipe.rails.largest_weight:g}); "
                        f"likely cause: {_why_it_grew(measured)}; SGD on the prototypes is unstable above {threshold:.4g}")  # fmt: skip

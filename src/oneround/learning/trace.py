@@ -35,7 +35,7 @@ def gradients(chosen: Weighted, batch: Batch, align: Callable[[Batch], Tensor] |
         for name, loss in losses.items()
     }
     base = [torch.stack([weight * pulls[name][at] for name, (_, weight) in chosen.items()]).sum(0) for at in range(2)]
-    pairs = [*combinations(chosen, 2), *([("base", "alignment")] if align is not None else [])]
+    pairs = [*combinations(sorted(chosen), 2), *([("base", "alignment")] if align is not None else [])]
     every = {**pulls, "base": tuple(base)}
     norms = torch.stack([pull[place].norm() for place in range(2) for pull in every.values()])
     cosines = [

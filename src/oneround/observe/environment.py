@@ -40,14 +40,16 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout this package runs from, marked when files differ; $ONEROUND_COMMIT where there is none."""
+    """$ONEROUND_COMMIT, or the commit of the checkout this package runs from, marked when files differ."""
+    if "ONEROUND_COMMIT" in os.environ:
+        return os.environ["ONEROUND_COMMIT"]
     try:
         told = subprocess.run(
             ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"],
             cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("ONEROUND_COMMIT")
+        return None
     return told.stdout.strip() or None
 
 

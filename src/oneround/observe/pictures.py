@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from oneround.data import Split
+from oneround.errors import OneroundError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,6 +19,27 @@ def _figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure  # half a second; only runs that draw pay for it
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:  # a full disk does not say where
+        if error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+def picture_file(path: Path, name: str) -> Path:
+    """The file a picture goes to: `name` in a folder, a .png if no format is named; an unknown format is refused."""
+    if path.is_dir():
+        return path / name
+    if not path.suffix:
+        return path.with_name(f"{path.name}.png")
+    known = sorted(_figure(1, 1).canvas.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise OneroundError(f"{path}: no picture format '{path.suffix[1:]}'; use one of {', '.join(known)}")
+    return path
 
 
 def draw_partition(split: Split, class_names: Sequence[str], path: Path, title: str) -> None:
@@ -42,7 +64,7 @@ def draw_partition(split: Split, class_names: Sequence[str], path: Path, title: 
     axes.set_yticks(range(clients), names, fontsize=7 if clients <= 60 else 4)
     axes.set(xlabel="class", ylabel="client (samples)", xlim=(-0.7, classes - 0.3), ylim=(clients - 0.3, -0.7))
     axes.set_title(title, fontsize=9)
-    figure.savefig(path, dpi=150)
+    _save(figure, path)
 
 
 def draw_accuracy(
@@ -69,4 +91,4 @@ def draw_accuracy(
     axes.grid(alpha=0.25)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     axes.set_title(title, fontsize=9)
-    figure.savefig(path, dpi=150)
+    _save(figure, path)

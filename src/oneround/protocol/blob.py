@@ -111,6 +111,15 @@ def read(path: Path, kind: str, max_bytes: int | None = None) -> tuple[Manifest,
     return unpack(raw, str(path), kind, max_bytes)
 
 
+def is_whole(path: Path, kind: str) -> bool:
+    """Whether a file holds such a message, undamaged."""
+    try:
+        read(path, kind)
+    except ProtocolError:
+        return False
+    return True
+
+
 def peek(path: Path, kind: str) -> Manifest:
     """The manifest alone, without reading the tensors."""
     try:
@@ -137,5 +146,9 @@ def write_durably(path: Path, raw: bytes, *, flush: bool = True) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:  # a full disk does not say where, and nobody knows the temporary file
+        if error.errno is not None:
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)

@@ -55,19 +55,22 @@ class Broadcast:
 
     @staticmethod
     def unpack(raw: bytes, where: str = "broadcast") -> Broadcast:
-        return Broadcast._from(*blob.unpack(raw, where, "broadcast"))
+        return Broadcast._from(*blob.unpack(raw, where, "broadcast"), where)
 
     def write(self, path: Path) -> None:
         blob.write_durably(path, self.pack())
 
     @staticmethod
     def read(path: Path) -> Broadcast:
-        return Broadcast._from(*blob.read(path, "broadcast"))
+        return Broadcast._from(*blob.read(path, "broadcast"), str(path))
 
     @staticmethod
-    def _from(manifest: blob.Manifest, tensors: dict[str, Tensor]) -> Broadcast:
-        channels, height, width = manifest["shape"]
-        recipe, names = parse_federated(manifest["recipe"]), tuple(manifest["class_names"])
+    def _from(manifest: blob.Manifest, tensors: dict[str, Tensor], where: str) -> Broadcast:
+        try:
+            channels, height, width = manifest["shape"]
+            recipe, names = parse_federated(manifest["recipe"]), tuple(manifest["class_names"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"{where}: refused, damaged manifest ({error!r})") from None
         return Broadcast(recipe, names, (channels, height, width), **_parted(tensors, "weights", "extras"))
 
 
@@ -133,10 +136,10 @@ class Upload:
 
     @staticmethod
     def epoch_of(path: Path) -> int | None:
-        """The epoch of an upload file written by this program, or None if there is no whole one."""
+        """The epoch of an upload file, or None if there is no whole one; all of it is read and checked."""
         try:
-            return int(blob.peek(path, "upload")["epoch"])
-        except ProtocolError:
+            return int(blob.read(path, "upload")[0]["epoch"])
+        except (ProtocolError, KeyError, TypeError, ValueError):
             return None
 
     @staticmethod
@@ -228,8 +231,17 @@ class UploadFolder(Sequence[Upload]):
     def __getitem__(self, at: int | slice) -> Upload | UploadFolder:
         if isinstance(at, slice):
             return UploadFolder(self.paths[at], self.broadcast, self.statistics)
-        return Upload.read(self.paths[at], self.broadcast, self.statistics)
+        return self._read(self.paths[at])
 
     def __iter__(self) -> Iterator[Upload]:
         for path in self.paths:
-            yield Upload.read(path, self.broadcast, self.statistics)
+            yield self._read(path)
+
+    def _read(self, path: Path) -> Upload:
+        """An upload that lies under its client's name: a copy under another one would count twice."""
+        upload = Upload.read(path, self.broadcast, self.statistics)
+        if upload.client != path.stem:
+            raise ProtocolError(
+                f"{path}: refused, it is the upload of {upload.client}; remove it, or name it {upload.client}{path.suffix}"
+            )
+        return upload

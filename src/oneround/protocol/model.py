@@ -10,11 +10,11 @@ from typing import Any, overload
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor, nn
 
 from oneround.data.augment import MEAN, STD
-from oneround.errors import DataError, ProtocolError, RecipeError
+from oneround.data.files import decode_image
+from oneround.errors import ProtocolError, RecipeError
 from oneround.models import Ensemble, Inference
 from oneround.parts import Part, slot
 from oneround.protocol import blob
@@ -64,14 +64,8 @@ class GlobalModel(nn.Module):
     def read_image(self, path: Path) -> Tensor:
         """An image file as the model takes it: uint8 (channels, height, width), scaled to fit."""
         channels, height, width = self.shape
-        try:
-            with Image.open(path) as opened:
-                image = opened.convert("L" if channels == 1 else "RGB")
-        except (OSError, UnidentifiedImageError, SyntaxError, ValueError) as error:
-            raise DataError(f"{path}: not a readable image ({error})") from None
-        if image.size != (width, height):
-            image = image.resize((width, height), Image.Resampling.BILINEAR)
-        return torch.from_numpy(np.array(image).reshape(height, width, channels).transpose(2, 0, 1).copy())
+        pixels = decode_image(str(path), path.read_bytes, (width, height), channels)
+        return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
 
     # --- on disk -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,94 @@
+"""What a method is, in words: its idea and formula, what crosses the network, which rule of one-round learning it bends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from oneround import acts
+from oneround.learning.schedules import schedules
+from oneround.observe.words import size_in_words
+from oneround.reading import change, load, presets
+from oneround.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Method:
+    """One preset, described for a given network."""
+
+    recipe: Recipe
+    own: dict[str, Any]
+    """What its file says, apart from what it extends."""
+    traffic: acts.Traffic
+
+    @property
+    def about(self) -> dict[str, str]:
+        about: dict[str, str] = self.own.get("about", {})
+        return about
+
+    @property
+    def name(self) -> str:
+        return self.recipe.method
+
+    @property
+    def alias(self) -> str:
+        return self.about.get("alias", "")
+
+    @property
+    def idea(self) -> str:
+        return self.about.get("idea", "")
+
+    @property
+    def down(self) -> str:
+        return size_in_words(self.traffic.down)
+
+    @property
+    def up(self) -> str:
+        return size_in_words(self.traffic.up)
+
+    @property
+    def needs(self) -> list[str]:
+        """What it asks for beyond one broadcast and one upload."""
+        needs = []
+        if self.recipe.public:
+            needs.append("public images")
+        if self.recipe.alignment and schedules.of(self.recipe.alignment.schedule).needs_others:
+            needs.append("the other clients every epoch (simulation only)")
+        return needs
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "name": self.name, **self.about, "parameters": self.traffic.parameters, "bytes_down": self.traffic.down,
+            "bytes_up": self.traffic.up, "needs": self.needs, "recipe": self.recipe.plain(),
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """The method explained."""
+        differs = {key: value for key, value in self.own.items() if key not in ("about", "extends")}
+        base = self.own.get("extends")
+        return [
+            f"{self.name}{f' ({self.alias})' if self.alias else ''}: {self.idea}",
+            "",
+            f"  {self.about.get('formula', '')}",
+            "",
+            f"  network: {self.down} down (start{self._extras()}), {self.up} up (network, class counts, statistics of the fusion rules), once",
+            f"  also needs: {', '.join(self.needs) or 'nothing'}",
+            f"  run it: oneround run {self.alias or self.name} --data cifar10 --clients 5 --alpha 0.05",
+            "",
+            f"  what it is made of{f', on top of {base}' if base else ''}:",
+            *(f"    {line}" for line in yaml.safe_dump(differs, sort_keys=False, allow_unicode=True).splitlines()),
+        ]
+
+    def _extras(self) -> str:
+        extras = [
+            word for word, there in (("anchors", self.recipe.alignment), ("feature bank", self.recipe.bank)) if there
+        ]
+        return "".join(f", {word}" for word in extras)
+
+
+def describe(name: str, model: str, classes: int, public: int) -> Method:
+    """A preset by name or alias, with bytes counted for an encoder, that many classes and public images."""
+    recipe = change(load(name), {"model.encoder": model})
+    return Method(recipe, presets()[recipe.method], acts.traffic(recipe, classes, 3, public))

@@ -1,0 +1,49 @@
+"""The documentation is true: what it shows is executed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from test_readme import BLOCK, ROOT
+
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_what_a_page_links_to_is_there(name: str) -> None:
+    page = ROOT / name
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_worked_example_of_a_new_weight(tmp_path: Path) -> None:
+    found = BLOCK.findall((ROOT / "docs/adding-a-method.md").read_text(encoding="utf-8"))
+    for _, title, code in found:
+        if title:
+            (tmp_path / title).write_text(code)
+    assert {title for _, title, _ in found} >= {"my_weights.py", "ratio.yaml", "read_trace.py"}
+
+    def oneround(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "oneround.cli", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    (command,) = [code.split() for kind, _, code in found if kind == "sh"]
+    done = oneround(*command[1:])
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in (tmp_path / "runs/ratio/metrics.jsonl").read_text().splitlines()]
+    weights = [event["lambda_raw"] for event in told if event["event"] == "epoch"]
+    assert len(set(weights)) > 10 and min(weights) > 0 and max(weights) <= 20
+    done = subprocess.run([sys.executable, "read_trace.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == len(weights)
+    refused = oneround("run", "ratio.yaml", "--set", "alignment.weight.share=lots")
+    assert refused.returncode == 2 and 'alignment.weight.share = "lots": must be a number' in refused.stderr
+    held = oneround("run", "ratio.yaml", "--set", "alignment.guard={kind: clamp, most: 0.01}", "--out", "runs/held")
+    assert held.returncode == 0, held.stderr
+    told = [json.loads(line) for line in (tmp_path / "runs/held/metrics.jsonl").read_text().splitlines()]
+    assert max(event["lambda_effective"] for event in told if event["event"] == "epoch") <= 0.01
