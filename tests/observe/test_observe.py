@@ -11,12 +11,15 @@ import torch
 from rich.console import Console
 from scipy import stats
 
+from conftest import small_recipe
+from oneround.data import Dataset
 from oneround.observe.log import MetricsLog
 from oneround.observe.progress import Live
 from oneround.observe.statistics import Summary, paired
 from oneround.observe.tables import Row, markdown_table, terminal_table
 from oneround.observe.words import duration, size_in_words
 from oneround.seeds import derive, generator
+from oneround.simulate import run
 
 
 def test_intervals_are_scipy_s() -> None:
@@ -91,3 +94,31 @@ def test_randomness_belongs_to_its_purpose() -> None:
     assert len(drawn) == 4
     assert torch.equal(torch.rand(3, generator=generator(1, "a", 1)), torch.rand(3, generator=generator(1, "a", 1)))
     assert derive(1, "a") != derive(2, "a") and 0 <= derive(1, "a") < 2**63
+
+
+# --- other boards ----------------------------------------------------------------------------------------------------
+
+
+def test_metrics_go_to_tensorboard_and_mlflow_too(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    recipe = small_recipe(
+        training__epochs=2, snapshots=1, fusion=["iffi"], local__workers=1, local__sinks=["tensorboard", "mlflow"]
+    )
+    result = run(recipe, tmp_path / "runs" / "one", data=digits)
+    board = EventAccumulator(str(tmp_path / "runs" / "one" / "tensorboard"))
+    board.Reload()
+    told = [(event.step, event.value) for event in board.Scalars("accuracy/iffi")]
+    assert [step for step, _ in told] == [1, 2] and told[-1][1] == pytest.approx(result.rules["iffi"])
+    assert {"client_000/loss", "client_000/supervised-contrastive"} <= set(board.Tags()["scalars"])
+    client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    (kept,) = client.search_runs([client.get_experiment_by_name("oneround").experiment_id])
+    assert (
+        kept.data.metrics["accuracy/iffi"] == pytest.approx(result.rules["iffi"])
+        and kept.data.params["method"] == "fafi"
+    )
+    assert [entry.step for entry in client.get_metric_history(kept.info.run_id, "client_000/loss")] == [1, 2]

@@ -107,3 +107,55 @@ class Live:
     @staticmethod
     def _name(event: dict[str, Any]) -> str:
         return f"partition {event['partition']}: " if "partition" in event else ""
+
+
+class SweepLive:
+    """A whole grid in one display: cells done, what each worker is at, a line for every cell that ends."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bars = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            console=console, disable=not console.is_terminal, transient=True,
+        )  # fmt: skip
+        self.all: TaskID | None = None
+        self.total = self.done = 0
+        self.tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> SweepLive:
+        self.bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bars.stop()
+
+    def emit(self, event: dict[str, Any]) -> None:
+        """Take one event of the sweep, or of the run in one of its cells."""
+        kind, cell = event["event"], event.get("cell", "")
+        if kind == "sweep":
+            self.total, self.done = event["cells"], event["done"]
+            self.all = self.bars.add_task("cells", total=self.total, completed=self.done)
+            self._say(f"{self.total} cells, {self.done} done already" if self.done else f"{self.total} cells")
+        elif kind == "plan":
+            self.tasks[cell] = self.bars.add_task(f"  {cell}", total=event["steps"])
+        elif kind == "epoch" and cell in self.tasks:
+            self.bars.advance(self.tasks[cell], event["steps"])
+        elif kind == "trouble":
+            self._say(f"{cell}: {event['text']}")
+        elif kind == "cell":
+            self._end(event)
+
+    def _end(self, event: dict[str, Any]) -> None:
+        if event["name"] in self.tasks:
+            self.bars.remove_task(self.tasks.pop(event["name"]))
+        if event["state"] == "stopped":
+            return
+        self.done += event["state"] == "done"
+        if self.all is not None:
+            self.bars.update(self.all, completed=self.done)
+        best = sorted(event.get("accuracy", {}).items(), key=lambda item: -item[1])
+        told = event.get("text") or ", ".join(f"{rule} {100 * value:.1f}" for rule, value in best[:3])
+        self._say(f"[{self.done}/{self.total}] {event['name']}: {told}")
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)

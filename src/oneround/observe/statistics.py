@@ -1,4 +1,7 @@
-"""Differences that can be trusted: paired over partitions, with an interval."""
+"""Differences that can be trusted: paired over partitions, with an interval, a test, and how many pairs it would take.
+
+The t-interval and t-test of paired differences; Holm's correction for several comparisons; power from the non-central t.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.special import stdtrit
+from scipy.special import nctdtr, stdtr, stdtrit
+
+LEVEL = 0.05  # of the tests and, as 1 − LEVEL, of the intervals
+POWER = 0.8
+MANY = 10_000  # more pairs than anybody will run
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Summary:
         if len(self.values) < 2:
             return None
         count = len(self.values)
-        return float(stdtrit(count - 1, 0.975)) * statistics.stdev(self.values) / math.sqrt(count)
+        return float(stdtrit(count - 1, 1 - LEVEL / 2)) * statistics.stdev(self.values) / math.sqrt(count)
 
     @property
     def distinguishable(self) -> bool:
@@ -44,3 +51,94 @@ class Summary:
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
     """Differences partition by partition."""
     return Summary(tuple(a - b for a, b in zip(ours, theirs, strict=True)))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A paired difference in percentage points, tested."""
+
+    difference: Summary
+    comparisons: int = 1
+    """How many were made together."""
+    corrected: float | None = None
+    """p after Holm's correction for all of them; None with fewer than two pairs."""
+
+    @property
+    def p(self) -> float | None:
+        """Two-sided paired t-test."""
+        return p_value(self.difference)
+
+    @property
+    def effect(self) -> float | None:
+        """Mean difference in standard deviations of the differences (Cohen's d_z)."""
+        spread = _deviation(self.difference)
+        return self.difference.mean / spread if spread else None
+
+    @property
+    def real(self) -> bool:
+        return self.corrected is not None and self.corrected < LEVEL
+
+    def verdict(self, interest: float = 1.0) -> str:
+        """In words; `interest` is the smallest difference, in points, that would matter."""
+        pairs, mean = len(self.difference.values), self.difference.mean
+        if self.corrected is None:
+            return f"{mean:+.1f} on one partition: says nothing about others"
+        if self.real:
+            return f"{'better' if mean > 0 else 'worse'} by {abs(mean):.1f} points (p = {self.corrected:.2g} with {pairs} pairs)"
+        needed = pairs_needed(_deviation(self.difference) or 0.0, interest)
+        how_many = f"about {needed}" if needed < MANY else "too many to run"
+        return f"not distinguishable with {pairs} pairs; {how_many} would be needed to see {interest:g} point{'s' * (interest != 1)}"
+
+
+def _deviation(summary: Summary) -> float | None:
+    return statistics.stdev(summary.values) if len(summary.values) > 1 else None
+
+
+def p_value(difference: Summary) -> float | None:
+    """Two-sided t-test that the mean difference is 0; None with fewer than two pairs."""
+    count, spread = len(difference.values), _deviation(difference)
+    if spread is None:
+        return None
+    if spread == 0:
+        return 1.0 if difference.mean == 0 else 0.0
+    return float(2 * stdtr(count - 1, -abs(difference.mean) / spread * math.sqrt(count)))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted so that the chance of even one false alarm among them stays at the level (Holm, 1979)."""
+    corrected, so_far = [0.0] * len(p_values), 0.0
+    for rank, number in enumerate(sorted(range(len(p_values)), key=lambda number: p_values[number])):
+        so_far = max(so_far, min(1.0, (len(p_values) - rank) * p_values[number]))
+        corrected[number] = so_far
+    return corrected
+
+
+def compared(differences: Sequence[Summary]) -> list[Comparison]:
+    """Several comparisons with one baseline, tested together."""
+    found = [p_value(each) for each in differences]
+    adjusted = iter(holm([p for p in found if p is not None]))
+    tested = len([p for p in found if p is not None])
+    return [
+        Comparison(each, tested, next(adjusted) if p is not None else None)
+        for each, p in zip(differences, found, strict=True)
+    ]
+
+
+def power(deviation: float, difference: float, pairs: int) -> float:
+    """Chance that a paired t-test sees a true mean difference, given the standard deviation of differences."""
+    shift = abs(difference) / deviation * math.sqrt(pairs) if deviation else math.inf
+    if shift > 30:  # certain, and beyond what the distribution function can be computed for
+        return 1.0
+    critical = float(stdtrit(pairs - 1, 1 - LEVEL / 2))
+    return float(1 - nctdtr(pairs - 1, shift, critical) + nctdtr(pairs - 1, shift, -critical))
+
+
+def pairs_needed(deviation: float, difference: float) -> int:
+    """How many pairs see that difference with a chance of 80 %."""
+    low, high = 2, 2
+    while high < MANY and power(deviation, difference, high) < POWER:
+        low, high = high, 2 * high
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if power(deviation, difference, middle) >= POWER else (middle + 1, high)
+    return min(low, MANY)

@@ -1,0 +1,255 @@
+"""A grid of runs: methods × α × partitions × seeds × any recipe key; every cell is a run folder.
+
+What is done is skipped, what was begun is resumed, so a sweep can be stopped at any moment (or by its own time budget, between
+epochs) and started again. Cells run side by side on the machine's cores or GPUs, or as tasks of a Ray cluster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, field_validator
+
+from oneround.crew import begin_worker, hidden_main, listen
+from oneround.data import Dataset, load_dataset
+from oneround.errors import OneroundError, OutOfTime, RecipeError, RunError
+from oneround.learning import Emit, silent
+from oneround.parts import Strict
+from oneround.reading import change, load, read_yaml
+from oneround.recipe import Recipe, Seed
+from oneround.runs import RunFolder
+from oneround.simulate import run
+
+
+class Grid(Strict):
+    """What to run."""
+
+    methods: list[str] = Field(min_length=1)
+    """Presets by name or alias, or recipe files."""
+    alpha: list[Annotated[float, Field(gt=0)]] = Field(default=[])
+    """Values of partition.alpha; left out: each recipe's own."""
+    partitions: list[Seed] = Field(default=[1], min_length=1)
+    """Partition seeds: a list, or `1-5`."""
+    seeds: list[Seed] = Field(default=[1], min_length=1)
+    """Initialisation and training seeds: repeats on the same partition."""
+    grid: dict[str, list[Any]] = Field(default={})
+    """Recipe keys with the values to try: `alignment.weight.value: [1, 5, 10]`."""
+    set: dict[str, Any] = Field(default={})
+    """Recipe keys that are the same in every cell."""
+
+    @field_validator("partitions", "seeds", mode="before")
+    @classmethod
+    def _range(cls, value: Any) -> Any:
+        match = re.fullmatch(r"(\d+)-(\d+)", value) if isinstance(value, str) else None
+        return list(range(int(match[1]), int(match[2]) + 1)) if match else value
+
+    @field_validator("methods", "partitions", "seeds", "alpha")
+    @classmethod
+    def _once(cls, value: list[Any]) -> list[Any]:
+        if len(set(value)) < len(value):
+            raise ValueError("names something twice")
+        return value
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid."""
+
+    name: str
+    """Its folder within the sweep's."""
+    recipe: Recipe
+
+
+def read_grid(path: Path) -> dict[str, Any]:
+    """The YAML of a sweep, to be completed by the command line and checked by `Grid`."""
+    raw = read_yaml(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path}: a sweep is a YAML mapping (methods: [...], partitions: 1-5, …)")
+    return raw
+
+
+def cells(grid: Grid, local: Iterable[tuple[str, Any]] = ()) -> list[Cell]:
+    """Every combination, methods varying fastest: after each partition all methods can be compared."""
+    varied: dict[str, list[Any]] = {**({"partition.alpha": grid.alpha} if grid.alpha else {}), **grid.grid}
+    combinations = list(itertools.product(*([(key, value) for value in values] for key, values in varied.items())))
+    found = []
+    for partition, seed, changed, method in itertools.product(grid.partitions, grid.seeds, combinations, grid.methods):
+        seeds = [("seeds.partition", partition), ("seeds.initialisation", seed), ("seeds.training", seed)]
+        recipe = load(method, [*grid.set.items(), *changed, *seeds, *local])
+        words = [Path(method).stem, *(f"{key.split('.')[-1]}={_word(value)}" for key, value in changed)]
+        place = f"partition_{partition}" + (f"_seed_{seed}" if len(grid.seeds) > 1 else "")
+        found.append(Cell(f"{'_'.join(words)}/{place}", recipe))
+    return found
+
+
+def _word(value: Any) -> str:
+    return re.sub(r"[^\w.+-]+", "-", str(value))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How a sweep stands."""
+
+    done: tuple[str, ...]
+    failed: Mapping[str, str]
+    left: tuple[str, ...]
+
+
+def sweep(
+    every: Sequence[Cell],
+    folder: Path,
+    *,
+    minutes: float | None = None,
+    workers: int | None = None,
+    ray: str | None = None,
+    emit: Emit = silent,
+) -> Progress:
+    """Run what is not done yet. Raises nothing for a cell that fails: it is told, and the others go on."""
+    deadline = time.time() + 60 * minutes if minutes else None
+    waiting = [cell for cell in every if not RunFolder(folder / cell.name).result.exists()]
+    emit({"event": "sweep", "cells": len(every), "done": len(every) - len(waiting)})
+    failed: dict[str, str] = {}
+    for cell in waiting:  # before anything trains: a mistake in the last cell should not show after an hour
+        _check(cell, folder)
+    with _on_ray(ray) if ray else _here(workers, waiting, emit) as (submit, width):
+        queue = iter(waiting)
+        running: dict[Future[dict[str, float]], str] = {}
+        while True:
+            in_time = deadline is None or time.time() < deadline
+            for cell in itertools.islice(queue, width - len(running) if in_time else 0):
+                running[submit(cell, folder, deadline)] = cell.name
+            if not running:
+                break
+            for task in wait(running, return_when=FIRST_COMPLETED).done:
+                _settle(task, running.pop(task), failed, emit)
+    done = tuple(cell.name for cell in every if RunFolder(folder / cell.name).result.exists())
+    left = tuple(cell.name for cell in every if cell.name not in done and cell.name not in failed)
+    return Progress(done, failed, left)
+
+
+def _check(cell: Cell, folder: Path) -> None:
+    place = RunFolder(folder / cell.name)
+    if place.recipe.exists() and place.read_recipe().method != cell.recipe.method:
+        raise RecipeError(f"{place.path}: holds a run of {place.read_recipe().method}; choose another --out")
+
+
+def _settle(task: Future[dict[str, float]], name: str, failed: dict[str, str], emit: Emit) -> None:
+    """Take a finished cell's outcome."""
+    try:
+        accuracy = task.result()
+    except OutOfTime:
+        emit({"event": "cell", "name": name, "state": "stopped"})
+    except OneroundError as error:
+        failed[name] = str(error)
+        emit({"event": "cell", "name": name, "state": "failed", "text": str(error)})
+    except BrokenProcessPool:
+        raise RunError(
+            "a worker of the sweep died (out of memory?); the same command goes on where it was, perhaps with fewer --workers"
+        ) from None
+    else:
+        emit({"event": "cell", "name": name, "state": "done", "accuracy": accuracy})
+
+
+def work(cell: Cell, folder: Path, deadline: float | None, emit: Emit = silent) -> dict[str, float]:
+    """One cell, in whatever process; the accuracy of every rule."""
+    result = run(cell.recipe, folder / cell.name, data=_data(cell.recipe), resume=True, emit=emit, deadline=deadline)
+    return dict(result.rules)
+
+
+_kept: dict[tuple[str, Path | None], Dataset] = {}
+
+
+def _data(recipe: Recipe) -> Dataset:
+    """Read once per process; one data set at a time."""
+    key = json.dumps(recipe.data.dump(), sort_keys=True), recipe.local.data_path
+    if key not in _kept:
+        _kept.clear()
+        _kept[key] = load_dataset(recipe.data, recipe.local.data_path)
+    return _kept[key]
+
+
+# --- where cells run -------------------------------------------------------------------------------------------------
+
+Submit = Callable[[Cell, Path, float | None], "Future[dict[str, float]]"]
+
+
+@contextmanager
+def _here(workers: int | None, waiting: Sequence[Cell], emit: Emit) -> Iterator[tuple[Submit, int]]:
+    """Processes on this machine: one per GPU, or one per core each training with one thread."""
+    gpus = torch.cuda.device_count() if any(cell.recipe.local.device == "auto" for cell in waiting) else 0
+    width = max(1, min(workers or gpus or os.cpu_count() or 1, len(waiting)))
+    spawn = multiprocessing.get_context("spawn")
+    events, devices = spawn.SimpleQueue(), spawn.SimpleQueue()
+    for number in range(width):
+        devices.put(f"cuda:{number % gpus}" if gpus else None)
+    listener = threading.Thread(target=listen, args=(events, emit), daemon=True)
+    listener.start()
+    pool = ProcessPoolExecutor(width, spawn, initializer=_begin, initargs=(events, devices))
+    try:
+        with hidden_main():
+            yield lambda cell, folder, deadline: pool.submit(_work_here, cell, folder, deadline), width
+    except BaseException:
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        events.put(None)
+        listener.join(timeout=5)
+
+
+_device: str | None = None
+_emit: Emit = silent
+
+
+def _begin(events: Any, devices: Any) -> None:
+    """First thing in a worker process."""
+    global _device, _emit
+    begin_worker()
+    _device, _emit = devices.get(), events.put
+
+
+def _work_here(cell: Cell, folder: Path, deadline: float | None) -> dict[str, float]:
+    changes: dict[str, Any] = {"local.workers": 1}
+    if _device is not None and cell.recipe.local.device == "auto":
+        changes["local.device"] = _device
+    return work(replace(cell, recipe=change(cell.recipe, changes)), folder, deadline, partial(_tag, cell.name))
+
+
+def _tag(name: str, event: dict[str, Any]) -> None:
+    _emit({**event, "cell": name})
+
+
+@contextmanager
+def _on_ray(address: str) -> Iterator[tuple[Submit, int]]:
+    """Tasks of a Ray cluster; its machines must share the folder and find the data at the same path."""
+    try:
+        import ray
+    except ImportError:
+        raise RecipeError("--ray: Ray is not installed here; pip install ray") from None
+    ray.init(address=address, log_to_driver=False)
+    try:
+        resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        gpus = int(resources.get("GPU", 0))
+        task = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_retries=0)(work)
+        yield (
+            lambda cell, folder, deadline: task.remote(cell, folder.resolve(), deadline).future(),
+            max(1, gpus or int(resources["CPU"])),
+        )
+    finally:
+        ray.shutdown()

@@ -1,0 +1,184 @@
+"""Sweeps: every cell a run, killed and resumed with the same table, on time, on this machine or on Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oneround.compare import compare, find_runs, methods_sheet
+from oneround.errors import RecipeError
+from oneround.reading import checked
+from oneround.sweep import Grid, cells, sweep
+
+SMALL: dict[str, Any] = {
+    "model.encoder": {"kind": "cnn", "width": 4}, "training.batch_size": 64, "training.epochs": 4, "snapshots": 2, "partition.clients": 3,
+    "partition.alpha": 0.3, "fusion": ["iffi", "average"],
+}  # fmt: skip
+
+
+def small(**raw: Any) -> Grid:
+    return checked(Grid, {"methods": ["v4", "v9"], "partitions": "1-2", "set": SMALL, **raw})
+
+
+def table(folder: Path) -> Any:
+    (group,) = compare(find_runs([folder]))
+    return json.loads(methods_sheet(group, 1.0).json())
+
+
+def command(folder: Path, *words: str) -> list[str]:
+    sets = [f"--set={key}={json.dumps(value)}" for key, value in SMALL.items()]
+    return [
+        sys.executable,
+        "-m",
+        "oneround.cli",
+        "sweep",
+        "v4",
+        "v9",
+        "--partitions",
+        "1-2",
+        *sets,
+        "--out",
+        str(folder),
+        *words,
+    ]
+
+
+def test_the_grid_is_every_combination_methods_fastest() -> None:
+    every = cells(small(alpha=[0.1, 0.5], seeds=[3, 4], grid={"training.learning_rate": [0.05, 0.1]}))
+    assert len({cell.name for cell in every}) == len(every) == 2 * 2 * 2 * 2 * 2
+    assert every[0].name == "v4_alpha=0.1_learning_rate=0.05/partition_1_seed_3"
+    assert every[1].name == "v9_alpha=0.1_learning_rate=0.05/partition_1_seed_3"
+    last = every[-1].recipe
+    assert (last.seeds.partition, last.seeds.initialisation, last.seeds.training) == (2, 4, 4)
+    assert last.training.learning_rate == 0.1 and last.partition.dump()["alpha"] == 0.5 and last.method == "etf-entropy"
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        ({"methods": []}, "methods = .*: must have at least 1 entries"),
+        ({"partitions": "5"}, "partitions = \"5\": must be a list"),
+        ({"alpha": [0.0]}, "alpha.0 = 0.0: must be > 0"),
+        ({"seeds": [1, 1]}, "names something twice"),
+        ({"metods": ["v4"]}, "unknown key; did you mean 'methods'"),
+    ],
+)  # fmt: skip
+def test_a_grid_that_cannot_be_is_refused(raw: dict[str, Any], says: str) -> None:
+    with pytest.raises(RecipeError, match=says):
+        small(**raw)
+
+
+def test_a_mistake_in_any_cell_is_told_before_anything_runs() -> None:
+    with pytest.raises(RecipeError, match="no preset or recipe file 'v99'"):
+        cells(small(methods=["v4", "v99"]))
+    with pytest.raises(RecipeError, match=r"training.learning_rate = -1.*must be > 0"):
+        cells(small(grid={"training.learning_rate": [0.1, -1.0]}))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sweep") / "undisturbed"
+    standing = sweep(cells(small()), folder, workers=2)
+    assert len(standing.done) == 4 and not standing.failed and not standing.left
+    return folder
+
+
+def test_killed_at_a_random_moment_it_resumes_and_ends_with_the_same_table(undisturbed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    when = random.Random().uniform(0.0, 3.0)
+    process = subprocess.Popen(
+        command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    limit = time.monotonic() + 120
+    while (
+        not list(folder.rglob("metrics.jsonl"))
+        and not list(folder.rglob("broadcast.safetensors"))
+        and time.monotonic() < limit
+    ):
+        time.sleep(0.05)
+    time.sleep(when)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = subprocess.run(command(folder), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert table(folder) == table(undisturbed), f"killed {when:.2f} s after the first cell began"
+
+
+def test_the_time_budget_ends_between_epochs_and_the_rest_follows_later(undisturbed: Path, tmp_path: Path) -> None:
+    every = cells(small(), [("local.checkpoint_seconds", 1000.0)])
+    first = sweep(every, tmp_path / "timed", minutes=0.001, workers=1)  # over before the first epoch is
+    assert first.done == () and len(first.left) == 4
+    (state,) = (tmp_path / "timed").rglob("state.safetensors")
+    assert state.stat().st_size > 0, "the epoch it was in is saved"
+    rest = sweep(every, tmp_path / "timed", workers=2)
+    assert len(rest.done) == 4 and table(tmp_path / "timed") == table(undisturbed)
+
+
+def test_the_time_budget_is_kept(tmp_path: Path) -> None:
+    """Within a tenth or one epoch, whichever is longer, not counting the start of processes."""
+    long = small(
+        methods=["v4"], partitions=[1], set={**SMALL, "training.epochs": 2000, "snapshots": 0, "trace.every": 0}
+    )
+    told: list[tuple[float, dict[str, Any]]] = []
+    begun = time.time()
+    standing = sweep(
+        cells(long), tmp_path / "long", minutes=0.25, workers=1, emit=lambda event: told.append((time.time(), event))
+    )
+    epochs = [(at, event["seconds"]) for at, event in told if event["event"] == "epoch"]
+    assert standing.left and epochs
+    allowed = max(1.5, max(seconds for _, seconds in epochs)) + 1.0
+    assert 15 - 0.1 <= epochs[-1][0] - begun <= 15 + allowed
+
+
+def test_a_cell_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    bad = small(
+        grid={"training.learning_rate": [0.05, 1e30]},
+        partitions=[1],
+        methods=["v4"],
+        set={**SMALL, "training.clip_norm": 0.0},
+    )
+    told: list[dict[str, Any]] = []
+    standing = sweep(cells(bad), tmp_path, workers=1, emit=told.append)
+    assert len(standing.done) == 1 and len(standing.failed) == 1
+    assert "not finite" in next(iter(standing.failed.values()))
+    assert {event["state"] for event in told if event["event"] == "cell"} == {"done", "failed"}
+
+
+def test_what_is_done_is_not_done_again(undisturbed: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("result.json")}
+    told: list[dict[str, Any]] = []
+    sweep(cells(small()), undisturbed, workers=1, emit=told.append)
+    assert before == {path: path.stat().st_mtime_ns for path in undisturbed.rglob("result.json")}
+    assert told == [{"event": "sweep", "cells": 4, "done": 4}]
+
+
+def test_a_sweep_described_in_a_file(tmp_path: Path) -> None:
+    described = {
+        "methods": ["v4", "v7"],
+        "partitions": [1],
+        "set": {**SMALL, "training.epochs": 1},
+        "grid": {"training.momentum": [0.5]},
+    }
+    (tmp_path / "mine.yaml").write_text(json.dumps(described))
+    words = ["sweep", "mine.yaml", "--out", "swept", "--baseline", "v4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "oneround.cli", *words], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[2/2]" in done.stdout and "etf: " in done.stdout and "minus fafi" in done.stdout
+    assert len(list((tmp_path / "swept").rglob("result.json"))) == 2
+
+
+def test_on_a_ray_cluster(undisturbed: Path, tmp_path: Path) -> None:
+    done = subprocess.run(command(tmp_path / "ray", "--ray", "local"), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert table(tmp_path / "ray") == table(undisturbed)
