@@ -11,6 +11,9 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable
 READY := .venv/.ready
 READY_DEV := .venv/.ready-dev
+# The report is tested in a real browser. Where none is and none can be installed, those tests are left out, and it is said.
+HAS_BROWSER := { command -v chromium && command -v chromedriver; } >/dev/null
+GET_BROWSER := { [ "$$(id -u)" = 0 ] && apt-get install --quiet --yes --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1
 
 .PHONY: demo test check format clean
 
@@ -18,7 +21,8 @@ demo: $(READY)
 	$(BIN)/oneround demo
 
 test: $(READY_DEV)
-	$(BIN)/python -m pytest -n 2
+	@$(HAS_BROWSER) || $(GET_BROWSER) || echo "no chromium and chromedriver here: the tests of the report in a browser are left out"
+	@$(HAS_BROWSER) || export PYTEST_ADDOPTS="-m 'not browser'"; $(BIN)/python -m pytest -n 2
 
 check: $(READY_DEV)
 	$(BIN)/ruff check .

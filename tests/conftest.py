@@ -19,6 +19,12 @@ from oneround.site import Site
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "browser" in getattr(item, "fixturenames", ()):
+            item.add_marker("browser")
+
+
 @pytest.fixture(scope="session")
 def digits() -> Dataset:
     return load_dataset(load("fafi").data)

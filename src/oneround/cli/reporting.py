@@ -1,0 +1,28 @@
+"""The command that writes things up: report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oneround.cli.options import app, out
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUNS…", help="A run folder, finished or not; or folders with run folders in them (a sweep).")],
+    target: Annotated[Path, typer.Option("--out", help="The file to write, or a folder for it.")] = Path("report.html"),
+    baseline: Annotated[str | None, typer.Option("--baseline", help="Method the others are compared with; otherwise the first.")] = None,
+    interest: Annotated[float, typer.Option("--interest", min=0.01, help="Smallest difference in points that would matter.")] = 1.0,
+) -> None:  # fmt: skip
+    """Write one HTML file about a run or a sweep: charts, comparison, findings; it opens offline."""
+    from oneround.observe.words import size_in_words
+    from oneround.protocol import blob
+    from oneround.report import report as page
+
+    file = target / "report.html" if target.is_dir() else target
+    raw = page(runs, baseline, interest).encode()
+    blob.write_durably(file, raw)
+    out.print(f"written to {file} ({size_in_words(len(raw))})", highlight=False)
