@@ -25,6 +25,25 @@ _FIXES = {
 }
 
 
+_ORDER = (
+    "demo",
+    "run",
+    "methods",
+    "partition",
+    "sweep",
+    "compare",
+    "diagnose",
+    "report",
+    "fuse",
+    "evaluate",
+    "predict",
+    "export",
+)
+app.registered_commands.sort(
+    key=lambda command: _ORDER.index(command.name or getattr(command.callback, "__name__", ""))
+)  # as help shows them
+
+
 def main() -> None:
     """Entry point: an error a user can put right is one line and its exit code."""
     try:
