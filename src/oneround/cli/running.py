@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -26,6 +26,9 @@ from oneround.cli.options import (
 )
 from oneround.reading import change
 from oneround.recipe import Recipe
+
+if TYPE_CHECKING:
+    from oneround.observe.diagnosis import Finding
 
 
 @app.command()
@@ -85,6 +88,7 @@ def run(
     sets: SetOption = None,
 ) -> None:
     """Run a method: all clients on this machine, one upload each, every fusion rule of the recipe scored."""
+    from oneround.diagnose import live as watch
     from oneround.observe.progress import Live
     from oneround.observe.tables import score_table
     from oneround.simulate import run as simulate
@@ -106,13 +110,20 @@ def run(
         folder = Path(recipe) if resume and Path(recipe).is_dir() else Path("runs") / _run_name(resolved)
     started = time.monotonic()
     with Live(out) as live:
-        result = simulate(resolved, folder, resume=resume, emit=live.emit)
+
+        def tell(found: Finding) -> None:
+            if found.severity != "note":
+                live.say(f"  {found.words}")
+
+        result = simulate(resolved, folder, resume=resume, emit=watch(folder, tell, live.emit))
     out.print()
     out.print(score_table(result.rules, result.clients))
     for remark in result.remarks:
         out.print(f"note: {escape(remark)}", highlight=False)
     out.print(f"{time.monotonic() - started:.0f} s. Everything is in {folder}/", highlight=False)
     out.print("  accuracy.png  partition.png  result.json  metrics.jsonl  model/  uploads/", highlight=False)
+    out.print(f"  oneround diagnose {folder}   what went wrong, if anything", highlight=False)
+    out.print(f"  oneround report {folder}     everything in one page", highlight=False)
 
 
 def _run_name(recipe: Recipe) -> str:

@@ -20,6 +20,7 @@ from oneround.learning.weights import Now, State, Uncertainty, weights
 from oneround.recipe import Alignment, Federated
 
 CEILING = "ceiling"
+MOST_LOG = 700.0  # e^700 is about as large as a number gets
 
 
 def label_entropy(counts: Tensor) -> float:
@@ -108,7 +109,8 @@ class Aligner:
         }
         if isinstance(self.weight, Uncertainty):
             told |= {
-                f"sigma_{name}": math.exp(self.variables[key].item()) for name, key in (("base", "a"), ("align", "b"))
+                f"sigma_{name}": math.exp(min(self.variables[key].item(), MOST_LOG))
+                for name, key in (("base", "a"), ("align", "b"))
             }
         return told
 

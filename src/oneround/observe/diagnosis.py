@@ -69,6 +69,11 @@ class Finding:
         """`client_002, epoch 14`"""
         return ", ".join([*([self.client] if self.client else []), *([f"epoch {self.epoch}"] if self.epoch else [])])
 
+    @property
+    def words(self) -> str:
+        """In a line, as it is told during a run."""
+        return f"{self.severity}: {self.rule}{f' ({self.where})' if self.where else ''}: {self.evidence}"
+
     def plain(self) -> dict[str, Any]:
         """JSON-ready; a number that is not finite is null (the evidence has it in words)."""
         numbers = {name: getattr(self, name) for name in ("value", "threshold")}
@@ -352,10 +357,12 @@ def gradient_interference(run: Run, client: str) -> Iterator[Sign]:
                 f"the gradients of {about} have a cosine of {', '.join(f'{value:.2f}' for value in seen)} in epochs "
                 f"{', '.join(str(entry['epoch']) for entry in streak)}: below {OPPOSED} in {SUSTAINED} traced epochs in a row"
             )
+            severity: Severity = "warning"
             advice = "give one of the two less weight, or let them act one after the other (objective.stages)"
-            if "alignment" in pair:
+            if "alignment" in pair:  # at rest the two balance: opposite by construction
+                severity = "note"
                 advice = "where training has come to rest this is the balance of both; before, lower λ, let s fall (alignment.schedule) or align later (objective.stages)"
-            yield Sign("warning", last["epoch"], seen[-1], OPPOSED, evidence, advice, about)
+            yield Sign(severity, last["epoch"], seen[-1], OPPOSED, evidence, advice, about)
 
 
 def _cosine(entry: Entry, place: str, pair: str) -> float | None:
