@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from test_readme import BLOCK, ROOT
+from test_readme import BLOCK, MARK, ROOT
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
 
@@ -47,3 +48,15 @@ def test_the_worked_example_of_a_new_weight(tmp_path: Path) -> None:
     assert held.returncode == 0, held.stderr
     told = [json.loads(line) for line in (tmp_path / "runs/held/metrics.jsonl").read_text().splitlines()]
     assert max(event["lambda_effective"] for event in told if event["event"] == "epoch") <= 0.01
+
+
+def test_the_table_of_the_explosion_is_the_measured_one() -> None:
+    page = (ROOT / "docs/why-lambda-explodes.md").read_text(encoding="utf-8")
+    ((source, shown),) = MARK.findall(page)
+    spec = importlib.util.spec_from_file_location("explosion", ROOT / "examples/explosion.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    record = json.loads((ROOT / source).read_text(encoding="utf-8"))
+    assert shown == example.table(record["runs"]) + "\n"
+    assert record["settings"] == json.loads(json.dumps(example.SETTINGS)), "made with other settings"
