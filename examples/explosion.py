@@ -3,6 +3,7 @@
 
     python examples/explosion.py
     python examples/explosion.py --seeds 1 2 3 --out runs/explosion
+    python examples/explosion.py --seeds 3 --set training.batch_size=16        # any recipe key, for all methods
 
 V12 (`etf-attenuated`) learns λ from a loss that a falling factor s enters, and answers by learning a larger and larger λ:
 prototypes are dragged to their anchors while gradient clipping leaves next to nothing for the encoder, and the fused model
@@ -82,7 +83,7 @@ def overrides(method: str, seed: int) -> dict[str, Any]:
     return SETTINGS | CHANGES[method] | seeds
 
 
-def measure(method: str, seed: int, folder: Path) -> Record:
+def measure(method: str, seed: int, folder: Path, more: Mapping[str, Any]) -> Record:
     """Run one method on one seed: raw λ of every client after every epoch, and accuracy at every snapshot."""
     from oneround.observe.log import MetricsLog
     from oneround.reading import load
@@ -95,7 +96,7 @@ def measure(method: str, seed: int, folder: Path) -> Record:
             warnings.append(event["text"])
 
     started = time.monotonic()
-    result = run(load(method, overrides(method, seed).items()), folder, emit=listen)
+    result = run(load(method, (overrides(method, seed) | dict(more)).items()), folder, emit=listen)
     weights: dict[str, list[float]] = {}
     for event in MetricsLog(folder / "metrics.jsonl"):
         if event["event"] == "epoch":
@@ -107,12 +108,12 @@ def measure(method: str, seed: int, folder: Path) -> Record:
     }  # fmt: skip
 
 
-def measure_all(seeds: Sequence[int], out: Path) -> list[Record]:
+def measure_all(seeds: Sequence[int], out: Path, more: Mapping[str, Any]) -> list[Record]:
     """Every method on every seed, two runs at a time, told as they finish; in the order of the methods."""
     cells = [(method, seed) for method in CHANGES for seed in seeds]
     found: dict[tuple[str, int], Record] = {}
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        waiting = {pool.submit(measure, *cell, out / f"{cell[0]}-{cell[1]}"): cell for cell in cells}
+        waiting = {pool.submit(measure, *cell, out / f"{cell[0]}-{cell[1]}", more): cell for cell in cells}
         for done in as_completed(waiting):
             record = found[waiting[done]] = done.result()
             print(f"[{len(found)}/{len(cells)}] {in_words(record)}", flush=True)
@@ -260,7 +261,7 @@ def draw(records: Sequence[Record], limits: Sequence[float], path: Path) -> None
     figure.savefig(path, dpi=150)
 
 
-def write(records: Sequence[Record], out: Path, seconds: float) -> None:
+def write(records: Sequence[Record], out: Path, seconds: float, more: Mapping[str, Any]) -> None:
     """`explosion.png` and `explosion.json`."""
     from oneround.observe.environment import environment
     from oneround.site import choose_device
@@ -269,7 +270,7 @@ def write(records: Sequence[Record], out: Path, seconds: float) -> None:
     draw(records, limits, out / "explosion.png")
     told: Mapping[str, Any] = {
         "claims": {"growth_at_least": GROWTH, "drop_at_least": FALL, "drop_at_most": CALM, "explodes": EXPLODES},
-        "settings": SETTINGS,
+        "settings": {**SETTINGS, **more},
         "changes": CHANGES,
         "instability_threshold": limits,
         "runs": [
@@ -300,15 +301,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[1, 2, 3], help="of partition, initial weights and training"
     )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="sets", help="change the settings"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/explosion"))
     options = parser.parse_args(arguments)
+    from oneround.reading import parse_override
+
+    more = dict(parse_override(text) for text in options.sets)
     try:
         make_room(options.out)
     except ValueError as error:
         parser.error(str(error))
     started = time.monotonic()
-    records = measure_all(list(dict.fromkeys(options.seeds)), options.out)
-    write(records, options.out, time.monotonic() - started)
+    records = measure_all(list(dict.fromkeys(options.seeds)), options.out, more)
+    write(records, options.out, time.monotonic() - started, more)
     print(f"\n{table(records)}\n")
     judged = verdicts(records)
     for line, holds in judged:
