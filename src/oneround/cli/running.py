@@ -56,10 +56,10 @@ def demo(
         out.print(f"partition {seed}, each client alone: {alone}", highlight=False)
         for remark in result.remarks:
             out.print(f"partition {seed}: {escape(remark)}", highlight=False)
-    out.print(f"{time.monotonic() - started:.0f} s. Everything is in {place}/", highlight=False)
-    out.print(f"  {place}/accuracy.png   accuracy over local training", highlight=False)
-    out.print(f"  {place}/partition_1/partition.png   who holds what", highlight=False)
-    out.print(f"  oneround predict {place}/partition_1 IMAGE…   use the fused model", highlight=False)
+    out.print(f"{time.monotonic() - started:.0f} s. Everything is in {place}/", highlight=False, soft_wrap=True)
+    out.print(f"  {place}/accuracy.png   accuracy over local training", highlight=False, soft_wrap=True)
+    out.print(f"  {place}/partition_1/partition.png   who holds what", highlight=False, soft_wrap=True)
+    out.print(f"  oneround predict {place}/partition_1 IMAGE…   use the fused model", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -120,10 +120,10 @@ def run(
     out.print(score_table(result.rules, result.clients))
     for remark in result.remarks:
         out.print(f"note: {escape(remark)}", highlight=False)
-    out.print(f"{time.monotonic() - started:.0f} s. Everything is in {folder}/", highlight=False)
+    out.print(f"{time.monotonic() - started:.0f} s. Everything is in {folder}/", highlight=False, soft_wrap=True)
     out.print("  accuracy.png  partition.png  result.json  metrics.jsonl  model/  uploads/", highlight=False)
-    out.print(f"  oneround diagnose {folder}   what went wrong, if anything", highlight=False)
-    out.print(f"  oneround report {folder}     everything in one page", highlight=False)
+    out.print(f"  oneround diagnose {folder}   what went wrong, if anything", highlight=False, soft_wrap=True)
+    out.print(f"  oneround report {folder}     everything in one page", highlight=False, soft_wrap=True)
 
 
 def _run_name(recipe: Recipe) -> str:
@@ -173,4 +173,4 @@ def show_partition(
         out.print(f"note: {remark}", highlight=False)
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_partition(split, there.class_names, picture, title)
-    out.print(f"drawn in {picture}; digest {split.digest[:16]}", highlight=False)
+    out.print(f"drawn in {picture}; digest {split.digest[:16]}", highlight=False, soft_wrap=True)
