@@ -80,8 +80,8 @@ def work(cells: Any, runs: Path, overrides: list[tuple[str, Any]]) -> None:
         print(f"{cell[0]}, partition {cell[1]}: {shown} ({time.monotonic() - started:.0f} s)", flush=True)
 
 
-def collect(runs: Path, cells: list[Cell]) -> list[dict[str, Any]]:
-    """What finished runs found."""
+def collect(runs: Path, cells: list[Cell], commit: str | None) -> list[dict[str, Any]]:
+    """What finished runs found, with the commit that found it."""
     from oneround.observe.log import MetricsLog
     from oneround.runs import Result
 
@@ -113,7 +113,7 @@ def collect(runs: Path, cells: list[Cell]) -> list[dict[str, Any]]:
         found.append({
             "method": cell[0], "partition": cell[1], "digest": result.partition, "rules": dict(result.rules),
             "clients": dict(result.clients), "curves": {name: dict(curve) for name, curve in result.curves.items()},
-            "remarks": list(result.remarks), "trace": clients,
+            "remarks": list(result.remarks), "trace": clients, "commit": commit,
         })  # fmt: skip
     return found
 
@@ -153,8 +153,9 @@ def render(record: dict[str, Any]) -> str:
             lines.append("| " + " | ".join(row) + " |")
         lines.append("")
     lines += _lambda_tables(cells, methods) + _angle_table(cells, methods)
+    commits = ", ".join(sorted({cell.get("commit", where["commit"]) for cell in cells}))
     lines += [
-        f"- device: {where['device']}; torch {where['packages']['torch']}; commit {where['commit']}",
+        f"- device: {where['device']}; torch {where['packages']['torch']}; commits {commits}",
         f"- command: `python benchmarks/anchor_family.py {record['arguments']}` ({duration(record['seconds'])} of machine time)",
     ]
     return "\n".join(lines) + "\n"
@@ -241,7 +242,11 @@ def main() -> None:
     known = (
         json.loads(options.out.with_suffix(".json").read_text()) if options.out.with_suffix(".json").exists() else {}
     )
-    kept = {(cell["method"], cell["partition"]): cell for cell in known.get("cells", [])}
+    kept = {
+        (cell["method"], cell["partition"]): {"commit": known["environment"]["commit"], **cell}
+        for cell in known.get("cells", [])
+    }
+    here = environment(choose_device("auto"))
     cells: list[Cell] = [(name, seed) for seed in options.partitions for name in PAIRED if name in options.methods]
     cells += [(name, options.partitions[0]) for name in ONCE if name in options.methods]
     spawn = multiprocessing.get_context("spawn")
@@ -258,12 +263,12 @@ def main() -> None:
         worker.join(max(0.0, 60 * options.minutes - (time.monotonic() - started)))
     for worker in workers:
         worker.kill()
-    found = kept | {(cell["method"], cell["partition"]): cell for cell in collect(options.runs, cells)}
+    found = kept | {(cell["method"], cell["partition"]): cell for cell in collect(options.runs, cells, here["commit"])}
     order = [cell for cell in cells if cell in found] + [cell for cell in kept if cell not in cells]
     done, seconds = [found[cell] for cell in order], known.get("seconds", 0.0) + time.monotonic() - started
     record = {
         "data": options.data, "alpha": options.alpha, "epochs": options.epochs, "cells": done, "seconds": seconds,
-        "environment": environment(choose_device("auto")),
+        "environment": here,
         "arguments": " ".join([f"--data {options.data}", *(f"--set {text}" for text in options.sets)]),
     }  # fmt: skip
     options.out.parent.mkdir(parents=True, exist_ok=True)

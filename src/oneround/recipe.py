@@ -204,7 +204,7 @@ class Rails(Strict):
 class Trace(Strict):
     """How often gradients are looked at, term by term."""
 
-    every: Annotated[int, Field(ge=0)] = 20
+    every: Annotated[int, Field(ge=0)] = 50
     """Once in so many steps, at the end of an epoch; 0: never."""
 
 
