@@ -63,6 +63,22 @@ def test_a_run_leaves_everything_behind(digits: Dataset, tmp_path: Path) -> None
     assert (folder / "partition.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize("public", [0.0, 0.2])
+def test_the_snapshot_is_chosen_on_data_held_back(public: float, digits: Dataset, tmp_path: Path) -> None:
+    recipe = small_recipe(training__epochs=3, snapshots=1, local__workers=1, validation=0.3, public=public)
+    result = run(recipe, tmp_path, data=digits)
+    plan = Plan.of(recipe, digits)
+    held = digits.train.take(plan.split.validation)
+    answered = GlobalModel.load(tmp_path / "model").predict(held.pixels).argmax(1)
+    assert result.validation["iffi"][3] == pytest.approx(float((answered == held.labels).float().mean()))
+    curve = result.validation["iffi"]
+    assert result.chosen["iffi"] == min(epoch for epoch, value in curve.items() if value == max(curve.values()))
+    told = json.loads((tmp_path / "partition.json").read_text())
+    assert told["validation_samples"] == len(held) > 0
+    assert sum(told["sizes"]) + told["public_samples"] + len(held) == len(digits.train)
+    assert any("an exchange more" in remark for remark in result.remarks) == (public == 0)
+
+
 def test_the_saved_recipe_runs_again_with_the_same_result(digits: Dataset, tmp_path: Path) -> None:
     run(small_recipe(local__workers=1), tmp_path / "a", data=digits)
     run(load(tmp_path / "a" / "recipe.yaml"), tmp_path / "b")

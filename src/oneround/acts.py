@@ -27,7 +27,7 @@ from oneround.protocol import Broadcast, GlobalModel, Upload
 from oneround.protocol.messages import Shapes, size_of
 from oneround.protocol.model import preprocessing
 from oneround.reading import change
-from oneround.recipe import Federated, Recipe
+from oneround.recipe import Federated, Local, Recipe
 from oneround.site import Site
 
 
@@ -113,8 +113,8 @@ def fuse(
     if len(uploads) == 0:
         raise ProtocolError("no uploads to fuse")
     chosen = rule or rules_of(broadcast.recipe)[0]
-    device = site.device if site else torch.device("cpu")
-    return GlobalModel.of(chosen.fuse(uploads, broadcast, device), chosen, broadcast)
+    server = site or Site("server", local=Local(device="cpu"))
+    return GlobalModel.of(chosen.fuse(uploads, broadcast, server), chosen, broadcast)
 
 
 def rules_of(recipe: Federated) -> list[Rule]:

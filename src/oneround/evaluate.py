@@ -20,6 +20,7 @@ from oneround.models import Ensemble, Expert
 from oneround.models.inference import Combine, Totals
 from oneround.protocol import Broadcast, GlobalModel, Upload
 from oneround.protocol.model import preprocessing
+from oneround.site import Site
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,12 @@ class Score:
 
 @torch.inference_mode()
 def score_uploads(
-    rules: Mapping[str, Rule], uploads: Sequence[Upload], broadcast: Broadcast, test: Images, device: torch.device
+    rules: Mapping[str, Rule], uploads: Sequence[Upload], broadcast: Broadcast, test: Images, server: Site
 ) -> tuple[dict[str, Score], dict[str, Score]]:
     """Every rule's score on the same uploads, and every client's alone; one encoder in memory at a time."""
     together = {name: rule for name, rule in rules.items() if isinstance(rule, EnsembleRule)}
     mean, std = preprocessing(broadcast.recipe)
+    device = server.device
     totals: dict[str, list[Totals]] = {name: [] for name in together}
     alone: dict[str, Score] = {}
     for upload in uploads:
@@ -74,9 +76,8 @@ def score_uploads(
             outcome = torch.cat([together[name].scores(sums) for sums in totals[name]])
             scores[name] = Score.of(outcome, test.labels, broadcast.classes)
         else:
-            scores[name] = score_model(
-                GlobalModel.of(each.fuse(uploads, broadcast, device), each, broadcast), test, device
-            )
+            fused = GlobalModel.of(each.fuse(uploads, broadcast, server), each, broadcast)
+            scores[name] = score_model(fused, test, device)
     return scores, alone
 
 

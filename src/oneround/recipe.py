@@ -225,6 +225,8 @@ class Federated(Strict):
     """Who holds what."""
     public: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the training images the server keeps for itself, taken out of every class before the partition."""
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share held back to choose by (snapshots, options of rules): of the public images if there are any, else of every client's."""
     model: Model = Model()
     training: Training = Training()
     objective: Objective = Field(default_factory=dict, validate_default=True)

@@ -152,7 +152,9 @@ class Plan:
     @staticmethod
     def of(recipe: Recipe, data: Dataset) -> Plan:
         settled = acts.settle(recipe, data)
-        split = partitions.of(settled.partition).split(data, settled.seeds.partition, settled.public)
+        split = partitions.of(settled.partition).split(
+            data, settled.seeds.partition, settled.public, settled.validation
+        )
         if not any(split.sizes):
             raise RecipeError(
                 f"partition = {settled.partition.label}, seed {settled.seeds.partition}: every client is left with no "
@@ -162,8 +164,14 @@ class Plan:
 
     def prepare(self, emit: Emit = silent) -> Broadcast:
         """The first act, on this machine: the server holds the public images."""
-        server = Site("server", self.data.train.take(self.split.public), local=self.recipe.local)
-        return acts.prepare(self.recipe, self.data.class_names, self.data.shape, server, emit)
+        return acts.prepare(self.recipe, self.data.class_names, self.data.shape, self.server(), emit)
+
+    def server(self, folder: Path | None = None) -> Site:
+        """The server on this machine: it holds the public images, and those to choose by."""
+        mine, chosen = (
+            self.data.train.take(part) if len(part) else None for part in (self.split.public, self.split.validation)
+        )
+        return Site("server", mine, folder, self.recipe.local, validation=chosen)
 
     @property
     def clients(self) -> dict[str, int]:
@@ -185,6 +193,11 @@ class Plan:
     def remarks(self) -> list[str]:
         """What a reader of the result has to know."""
         told = self.split.remarks()
+        if len(self.split.validation) and not self.recipe.public:
+            told.append(
+                f"{len(self.split.validation):,} images held back by the clients choose the snapshot: in a real federation the "
+                "clients would have to score the fused models, an exchange more"
+            )
         if self.meets_every_epoch:
             told.append("clients learn of each other's prototypes every epoch: simulation only, not a one-round method")
         return told
@@ -220,7 +233,8 @@ class Plan:
             f"{recipe.method} on {self.data.name}: {len(self.data.train):,} training and {len(self.data.test):,} test images "
             f"({channels}×{height}×{width}, {self.data.classes} classes), {recipe.partition.label}, seed {recipe.seeds.partition}",
             f"  {len(clients)} clients with {shown} samples"
-            + (f"; the server keeps {len(self.split.public):,} public ones" if len(self.split.public) else ""),
+            + (f"; the server keeps {len(self.split.public):,} public ones" if len(self.split.public) else "")
+            + (f"; {len(self.split.validation):,} are held back to choose by" if len(self.split.validation) else ""),
             f"  {recipe.model.encoder.label}: {parameters:,} parameters; {recipe.training.epochs} epochs, {self.steps:,} steps "
             f"of up to {recipe.training.batch_size} samples × 2 views",
             f"  network: {size_in_words(down)} down and {size_in_words(up)} up per client, {size_in_words(len(clients) * (down + up))} in all",
@@ -240,6 +254,8 @@ class Result:
     """Test accuracy of every client alone."""
     curves: Mapping[str, Mapping[int, float]]
     """Accuracy of every rule after so many local epochs."""
+    validation: Mapping[str, Mapping[int, float]]
+    """The same on images held back to choose by; empty where none are."""
     partition: str
     remarks: tuple[str, ...]
 
@@ -250,9 +266,17 @@ class Result:
             raise RunError(f"{folder}: no finished run here (no result.json); go on with {place.resumption}")
         told = place.read_result()
         curves: dict[str, dict[int, float]] = {}
+        validation: dict[str, dict[int, float]] = {}
         for event in MetricsLog(folder / "metrics.jsonl"):
             if event.get("event") == "snapshot":
                 curves.setdefault(event["rule"], {})[event["epoch"]] = event["accuracy"]
+                if "validation" in event:
+                    validation.setdefault(event["rule"], {})[event["epoch"]] = event["validation"]
         rules = {name: score["accuracy"] for name, score in told["rules"].items()}
         clients = {name: score["accuracy"] for name, score in told["clients"].items()}
-        return Result(folder, rules, clients, curves, told["partition"], tuple(told["remarks"]))
+        return Result(folder, rules, clients, curves, validation, told["partition"], tuple(told["remarks"]))
+
+    @property
+    def chosen(self) -> dict[str, int]:
+        """By rule: the snapshot that is best on validation data, the earliest of equals."""
+        return {rule: max(curve, key=lambda epoch: (curve[epoch], -epoch)) for rule, curve in self.validation.items()}

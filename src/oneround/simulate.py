@@ -137,7 +137,7 @@ def _mend_broadcast(place: RunFolder, plan: Plan, emit: Emit) -> None:
 
 def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit, sinks: Sequence[Sink]) -> None:
     recipe, clients = plan.recipe, plan.clients
-    site = Site("server", folder=place.path, local=recipe.local)
+    site = plan.server(place.path)
     broadcast = Broadcast.read(place.broadcast)
     uploads = UploadFolder([place.upload(name) for name in clients], broadcast, acts.statistics_of(broadcast))
     rules = {rule.label: rule for rule in acts.rules_of(recipe)}
@@ -162,10 +162,11 @@ def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit, sinks
             continue
         started = time.monotonic()
         with site.arithmetic(plan.traffic.parameters):
-            scores, alone = score_uploads(rules, uploads, broadcast, plan.data.test, site.device)
+            scores, alone = score_uploads(rules, uploads, broadcast, plan.data.test, site)
+            held = score_uploads(rules, uploads, broadcast, site.validation, site)[0] if site.validation else {}
         seconds = time.monotonic() - started
         if stop not in scored:
-            pour(_record(place, plan, uploads, stop, scores, alone, seconds), sinks)
+            pour(_record(place, plan, uploads, stop, scores, alone, held, seconds), sinks)
         emit({"event": "snapshot", "epoch": stop, "accuracy": {name: score.accuracy for name, score in scores.items()}})
         log.info("epoch %d: %s", stop, ", ".join(f"{name} {score.accuracy:.2%}" for name, score in scores.items()))
     _finish(place, plan, site, scores, alone)
@@ -239,6 +240,7 @@ def _record(
     stop: int,
     scores: Mapping[str, Score],
     alone: Mapping[str, Score],
+    held: Mapping[str, Score],
     seconds: float,
 ) -> list[dict[str, Any]]:
     """Log what the clients measured since the last snapshot, then the snapshot."""
@@ -256,6 +258,7 @@ def _record(
     ]
     events += [
         {"event": "snapshot", "epoch": stop, "rule": name, "accuracy": score.accuracy, "seconds": seconds}
+        | ({"validation": held[name].accuracy} if name in held else {})
         for name, score in scores.items()
     ]
     place.metrics.append(events)

@@ -23,6 +23,7 @@ class Site:
 
     name: str
     data: Images | None = None
+    """Its own images: a client's samples, the server's public ones."""
     folder: Path | None = None
     """Where state is kept between epochs; None: nothing is kept, a restart begins anew."""
     local: Local = field(default_factory=Local)
@@ -30,6 +31,8 @@ class Site:
     """What a simulation tells it about the other sites while they train; nothing in a real federation."""
     deadline: float | None = None
     """When to stop between two epochs (`time.time()`), to go on later."""
+    validation: Images | None = None
+    """Images to choose by, never trained on: the server's, or held back by the clients of a simulation."""
 
     @property
     def device(self) -> torch.device:

@@ -130,5 +130,5 @@ def _central_score(place: RunFolder, plan: Plan) -> float:
     uploads = UploadFolder([place.upload(CENTRAL)], broadcast, acts.statistics_of(broadcast))
     site = Site("server", local=plan.recipe.local)
     with site.arithmetic(plan.traffic.parameters):
-        _, alone = score_uploads({}, uploads, broadcast, plan.data.test, site.device)
+        _, alone = score_uploads({}, uploads, broadcast, plan.data.test, site)
     return alone[CENTRAL].accuracy

@@ -120,3 +120,30 @@ def test_an_empty_client_is_said() -> None:
     found = split(labelled([0, 1] * 6), kind="dirichlet", alpha=1e-6, clients=5)
     assert len(found.empty) >= 3
     assert str(found.empty[0]) in found.remarks()[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    labels=LABELS, clients=st.integers(1, 6), public=st.sampled_from([0.0, 0.3]), share=st.sampled_from([0.1, 0.5, 0.9])
+)
+def test_what_is_held_back_is_trained_on_by_nobody(
+    labels: list[int], clients: int, public: float, share: float
+) -> None:
+    data, rule = labelled(labels, classes=6), partitions.parse({"kind": "dirichlet", "clients": clients})
+    if clients > len(labels) * 0.6:
+        return
+    whole, found = (rule.split(data, 3, public, held) for held in (0.0, share))
+    assert not set(found.validation) & {*found.public, *np.concatenate(found.clients)}
+    assert {*found.validation, *found.public, *np.concatenate(found.clients)} == set(range(len(labels)))
+    if public:  # from the server's images alone: clients train on the same samples, so such runs can be compared
+        assert found.digest == whole.digest and set(found.validation) <= set(whole.public)
+        assert len(found.validation) == int(share * len(whole.public))
+    else:
+        assert found.sizes == [size - int(share * size) for size in whole.sizes]
+        assert (found.digest == whole.digest) == (len(found.validation) == 0)
+
+
+def test_what_is_held_back_of_shared_samples_is_held_back_from_all() -> None:
+    rule = partitions.parse({"kind": "dirichlet-overlap", "clients": 5, "alpha": 0.5})
+    found = rule.split(labelled(np.repeat(np.arange(10), 50)), 1, 0.0, 0.2)
+    assert found.shared and len(found.validation) and not set(found.validation) & set(np.concatenate(found.clients))

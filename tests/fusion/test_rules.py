@@ -18,6 +18,7 @@ from oneround.models.prototype import filled
 from oneround.protocol import Broadcast, GlobalModel, Upload
 from oneround.recipe import Recipe
 from oneround.seeds import generator
+from oneround.site import Site
 
 Federation = tuple[Recipe, Broadcast, list[Upload]]
 N = 60
@@ -214,7 +215,7 @@ def test_an_image_far_from_everybody_still_gets_an_answer(oracle: Oracle) -> Non
 def test_all_rules_in_one_pass_are_each_rule_alone(federation: Federation, digits: Dataset) -> None:
     _, broadcast, uploads = federation
     chosen = {kind: rules.parse(kind) for kind in rules.kinds}
-    together, alone = score_uploads(chosen, uploads, broadcast, digits.test, torch.device("cpu"))
+    together, alone = score_uploads(chosen, uploads, broadcast, digits.test, Site("server"))
     for kind, rule in chosen.items():
         model = acts.fuse(uploads, broadcast, rule=rule)
         assert score_model(model, digits.test, torch.device("cpu")) == together[kind]
@@ -256,9 +257,7 @@ def test_scoring_holds_one_network_at_a_time(
 
     monkeypatch.setattr(evaluate, "expert_of", counted)
     many = [uploads[k % 3] for k in range(200)]
-    score_uploads(
-        {"iffi": rules.parse("iffi")}, many, broadcast, digits.test.take(torch.arange(10)), torch.device("cpu")
-    )
+    score_uploads({"iffi": rules.parse("iffi")}, many, broadcast, digits.test.take(torch.arange(10)), Site("server"))
     assert most == 1
 
 

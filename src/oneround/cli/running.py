@@ -118,6 +118,9 @@ def run(
         result = simulate(resolved, folder, resume=resume, emit=watch(folder, tell, live.emit))
     out.print()
     out.print(score_table(result.rules, result.clients))
+    for rule, epoch in result.chosen.items():
+        shown = f"{100 * result.curves[rule][epoch]:.2f} % (on validation {100 * result.validation[rule][epoch]:.2f} %)"
+        out.print(f"chosen on validation data: {rule} at epoch {epoch}, {shown}", highlight=False)
     for remark in result.remarks:
         out.print(f"note: {escape(remark)}", highlight=False)
     out.print(f"{time.monotonic() - started:.0f} s. Everything is in {folder}/", highlight=False, soft_wrap=True)
@@ -158,7 +161,9 @@ def show_partition(
     changes = {"partition.kind": partition, "partition.clients": clients, "partition.alpha": alpha}
     resolved = make_recipe(recipe, data=data, data_dir=data_dir, seed=seed, changes=changes, sets=sets)
     there = load_dataset(resolved.data, resolved.local.data_path)
-    split = partitions.of(resolved.partition).split(there, resolved.seeds.partition)
+    split = partitions.of(resolved.partition).split(
+        there, resolved.seeds.partition, resolved.public, resolved.validation
+    )
     title = f"{there.name}, {resolved.partition.label}, seed {resolved.seeds.partition}"
     table = Table(title=title, title_justify="left", title_style="bold")
     shown = there.class_names[:20]

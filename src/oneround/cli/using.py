@@ -54,8 +54,7 @@ def fuse(
     from oneround.evaluate import score_uploads
     from oneround.fusion import rules
     from oneround.observe.tables import score_table
-    from oneround.runs import RunFolder
-    from oneround.site import Site
+    from oneround.runs import Plan, RunFolder
 
     place = RunFolder(folder)
     recipe = place.read_recipe([("local.data_path", str(data_dir))] if data_dir else [])
@@ -79,10 +78,10 @@ def fuse(
                 f"{each.kind} needs statistics these uploads do not carry ({', '.join(lacking)}); "
                 "name it in the recipe's fusion list and run again"
             )
-    site = Site("server", folder=folder, local=recipe.local)
     there = load_dataset(recipe.data, recipe.local.data_path)
+    site = Plan.of(recipe, there).server(folder)
     named = {each.label: each for each in usable}
-    scores, alone = score_uploads(named, uploads, uploads.broadcast, there.test, site.device)
+    scores, alone = score_uploads(named, uploads, uploads.broadcast, there.test, site)
     out.print(score_table(*({name: score.accuracy for name, score in part.items()} for part in (scores, alone))))
     if rule != "all":
         written = target or folder / "fused" / rule

@@ -45,6 +45,8 @@ class Split:
     """SHA-256 over the data and who holds which sample: runs are comparable when it is the same."""
     public: Index
     """The samples the server keeps; no client holds any of them."""
+    validation: Index
+    """The samples held back to choose by; nobody trains on them."""
 
     @property
     def sizes(self) -> list[int]:
@@ -75,6 +77,7 @@ class Split:
             "shared_samples": self.shared,
             "class_counts": self.counts.tolist(),
             "public_samples": len(self.public),
+            "validation_samples": len(self.validation),
         }
 
 
@@ -94,8 +97,11 @@ class Partition(Part):
         """One draw: the sample numbers of each client. `random` draws who gets how much, `mix` which samples."""
         raise NotImplementedError
 
-    def split(self, data: Dataset, seed: int, public: float = 0.0) -> Split:
-        """Deal the data set out, honouring `minimum` or saying why it cannot be; before that the server takes its public share."""
+    def split(self, data: Dataset, seed: int, public: float = 0.0, validation: float = 0.0) -> Split:
+        """Deal the data set out, honouring `minimum` or saying why it cannot be; before that the server takes its public share.
+
+        What is held back for validation comes from that public share or, where there is none, from every client's samples.
+        """
         kept = _public(data, public, seed)
         rest = np.setdiff1d(np.arange(len(data.train)), kept)
         labels = data.train.labels.numpy()[rest]
@@ -115,7 +121,7 @@ class Partition(Part):
             dealt = self.deal(pool, random, mix)
             smallest = min(len(client) for client in dealt)
             if smallest >= self.minimum:
-                return _split([rest[client] for client in dealt], kept, data)
+                return _split([rest[client] for client in dealt], kept, data, validation, seed)
             best = max(best, smallest)
         raise RecipeError(
             f"partition.minimum = {self.minimum}: no draw of {TRIES} gave every client that many (best: {best}); "
@@ -133,15 +139,30 @@ def _public(data: Dataset, share: float, seed: int) -> Index:
     return np.sort(np.concatenate([samples[: round(share * len(samples))] for samples in each])).astype(np.int64)
 
 
-def _split(dealt: list[Index], public: Index, data: Dataset) -> Split:
+def _hold_back(samples: Index, share: float, random: Random) -> tuple[Index, Index]:
+    """(kept, held back): that share at random, rounded down, so that nobody is left with nothing."""
+    held = np.sort(random.permutation(samples)[: int(share * len(samples))])
+    return np.setdiff1d(samples, held), held
+
+
+def _split(dealt: list[Index], public: Index, data: Dataset, validation: float, seed: int) -> Split:
     labels = data.train.labels.numpy()
-    clients = tuple(np.sort(client).astype(np.int64) for client in dealt)
+    random = Random(derive(seed, "validation") % 2**32)
+    held: list[Index] = []
+    if len(public):
+        public, mine = _hold_back(public, validation, random)
+        held.append(mine)
+    elif validation:
+        pairs = [_hold_back(client, validation, random) for client in dealt]
+        dealt, held = [kept for kept, _ in pairs], [mine for _, mine in pairs]
+    chosen = np.unique(np.concatenate(held)) if held else np.empty(0, np.int64)
+    clients = tuple(np.setdiff1d(client, chosen).astype(np.int64) for client in dealt)
     counts = np.stack([np.bincount(labels[client], minlength=data.classes) for client in clients]).astype(np.int64)
     holders = np.bincount(np.concatenate(clients), minlength=len(labels))
     digest = hashlib.sha256(data.fingerprint.encode())
     for client in clients:
         digest.update(f"/{len(client)}/".encode() + client.tobytes())
-    return Split(clients, counts, int((holders > 1).sum()), digest.hexdigest(), public)
+    return Split(clients, counts, int((holders > 1).sum()), digest.hexdigest(), public, chosen)
 
 
 def _shares(random: Random, alpha: float, parts: int) -> NDArray[np.float64]:
@@ -258,7 +279,7 @@ class Natural(Partition):
     clients: Annotated[int, Field(ge=1)] | None = None  # type: ignore[assignment]
     """Left out: one client per group. Fewer than groups: groups are dealt out, the largest first, to the smallest client."""
 
-    def split(self, data: Dataset, seed: int, public: float = 0.0) -> Split:
+    def split(self, data: Dataset, seed: int, public: float = 0.0, validation: float = 0.0) -> Split:
         if data.groups is None:
             raise RecipeError("partition = natural: this data set has no group ids (group_train in the .npz)")
         there = int(data.groups.max()) + 1
@@ -266,7 +287,7 @@ class Natural(Partition):
         if wanted > there:
             raise RecipeError(f"partition.clients = {wanted}: must be ≤ {there}, the number of groups")
         bounded = self.model_copy(update={"clients": wanted})
-        return Partition.split(bounded, data, seed, public)
+        return Partition.split(bounded, data, seed, public, validation)
 
     def deal(self, pool: Pool, random: Random, mix: Random) -> list[Index]:
         groups = pool.groups

@@ -15,15 +15,18 @@ from oneround.models import Inference, Single
 from oneround.models.prototype import filled
 from oneround.protocol import Broadcast, Upload
 from oneround.recipe import Federated
+from oneround.site import Site
 
 
 @rules.register("average")
 class Average(Rule):
     """One network whose parameters and batch-norm statistics are the sample-weighted means of the clients'."""
 
-    def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, device: torch.device) -> Inference:
+    def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
         averaged = average_weights(uploads)
-        return self.restore([averaged], broadcast.recipe, broadcast.shape[0], broadcast.classes, False).to(device)
+        return self.restore([averaged], broadcast.recipe, broadcast.shape[0], broadcast.classes, False).to(
+            server.device
+        )
 
     def restore(
         self, shards: Sequence[dict[str, Tensor]], recipe: Federated, channels: int, classes: int, streamed: bool

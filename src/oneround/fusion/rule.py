@@ -18,6 +18,7 @@ from oneround.protocol import Broadcast, Upload
 from oneround.protocol.messages import Shapes
 from oneround.recipe import Federated
 from oneround.seeds import generator
+from oneround.site import Site
 
 
 class Rule(Part):
@@ -31,8 +32,8 @@ class Rule(Part):
         """Client side: those statistics, from the unit features (n, features) of the client's own images."""
         return {}
 
-    def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, device: torch.device) -> Inference:
-        """Server side: the model."""
+    def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
+        """Server side: the model, on the server's device. Rules may use the images the server holds itself."""
         raise NotImplementedError
 
     def restore(
@@ -56,8 +57,8 @@ class EnsembleRule(Rule):
         """Totals → scores (n, classes) whose softmax are class probabilities."""
         raise NotImplementedError
 
-    def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, device: torch.device) -> Inference:
-        return Ensemble(self, UploadExperts(uploads, broadcast, device))
+    def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
+        return Ensemble(self, UploadExperts(uploads, broadcast, server.device))
 
     def restore(
         self, shards: Sequence[dict[str, Tensor]], recipe: Federated, channels: int, classes: int, streamed: bool
