@@ -18,12 +18,13 @@ from typer.testing import CliRunner
 
 from oneround.cli import app
 from oneround.data import Dataset
-from oneround.diagnose import diagnose, effective_rank, geometry_of, live
+from oneround.diagnose import diagnose, live
 from oneround.errors import ProtocolError, RunError
 from oneround.learning import Batch
 from oneround.learning.alignment import instability_threshold
 from oneround.learning.objective import Term, terms
 from oneround.observe.diagnosis import RULES, Finding, Run, findings
+from oneround.observe.diagnosis.geometry import effective_rank, geometry_of
 from oneround.observe.log import MetricsLog
 from oneround.reading import load
 from oneround.recipe import Recipe
@@ -450,6 +451,16 @@ def test_three_points_are_past_the_peak_and_fusion_must_beat_the_best_client() -
     assert at({3: 0.6, 9: 0.6}, {"a": {9: 0.6}, "b": {3: 0.9, 9: 0.5}}) == {}
     assert at({3: 0.6, 9: 0.6}, {"a": {9: 0.61}}) == {"fusion-worse-than-best-client": 0.6}
     assert at({3: 0.6}, {"a": {3: 0.61}}) == {}, "early, networks fuse badly"
+
+
+def test_the_peak_is_sought_on_validation_data_where_there_is_some() -> None:
+    """What the test data says of the best snapshot is not looked at then."""
+    falling, rising = {3: 0.9, 6: 0.5, 9: 0.4}, {3: 0.3, 6: 0.8, 9: 0.9}
+    run = Run(load("fafi", [("training.epochs", 9)]), curves={"iffi": falling}, validation={"iffi": rising})
+    assert findings(run) == []
+    (found,) = findings(Run(run.recipe, curves={"iffi": rising}, validation={"iffi": {3: 0.7, 6: 0.8, 9: 0.6}}))
+    assert found.rule == "past-its-peak" and found.value == pytest.approx(20)
+    assert "at epoch 6 " in found.evidence and "on validation data" in found.evidence and "epoch 6" in found.advice
 
 
 # --- geometry --------------------------------------------------------------------------------------------------------

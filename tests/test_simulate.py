@@ -20,6 +20,7 @@ from conftest import labelled, small_recipe
 from oneround import simulate
 from oneround.crew import crew_size
 from oneround.data import Dataset, dataset_from_arrays
+from oneround.diagnose import diagnose
 from oneround.errors import RecipeError, RunError
 from oneround.learning.schedules import spread
 from oneround.observe.log import MetricsLog
@@ -71,6 +72,7 @@ def test_the_snapshot_is_chosen_on_data_held_back(public: float, digits: Dataset
     held = digits.train.take(plan.split.validation)
     answered = GlobalModel.load(tmp_path / "model").predict(held.pixels).argmax(1)
     assert result.validation["iffi"][3] == pytest.approx(float((answered == held.labels).float().mean()))
+    assert diagnose(tmp_path).run.validation == result.validation
     curve = result.validation["iffi"]
     assert result.chosen["iffi"] == min(epoch for epoch, value in curve.items() if value == max(curve.values()))
     told = json.loads((tmp_path / "partition.json").read_text())

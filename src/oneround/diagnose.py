@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from oneround.data import Dataset, load_dataset
 from oneround.errors import OneroundError
 from oneround.learning import Emit
 from oneround.learning.bank import unit_features
 from oneround.models.prototype import filled
-from oneround.observe.diagnosis import OF_WEIGHT, RULES, SEVERITIES, Entry, Finding, Run, findings
+from oneround.observe.diagnosis import RULES, SEVERITIES, Entry, Finding, Run, findings
+from oneround.observe.diagnosis.clients import OF_WEIGHT
+from oneround.observe.diagnosis.geometry import Geometry, deep_findings, geometry_of
 from oneround.observe.log import Event
 from oneround.protocol import blob
 from oneround.protocol.model import preprocessing
@@ -32,22 +32,6 @@ from oneround.runs import RunFolder
 from oneround.site import choose_device
 
 log = logging.getLogger("oneround")
-
-FEW_DIRECTIONS = 0.5  # effective rank over classes − 1, the rank of a simplex of class means: half of it is missing
-BLURRED = 2.0  # NC1: trained encoders on digits have 0.5, untrained ones 3 to 4
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """How an upload's encoder lays out the test images of the classes its client holds."""
-
-    classes: int
-    effective_rank: float
-    """exp of the entropy of the normalised singular values of the unit features: how many directions they fill."""
-    nc1: float
-    """Trace of the within-class scatter over that of the between-class scatter: 0 when every class is a point."""
-    nc2: float
-    """Mean deviation of the cosines between centred class means from −1/(C−1): 0 for a simplex ETF."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +88,14 @@ def _read(place: RunFolder, recipe: Recipe, remarks: list[str]) -> Run:
     measured: dict[str, dict[int, Entry]] = {}
     curves: dict[str, dict[int, float]] = {}
     alone: dict[str, dict[int, float]] = {}
+    held_back: dict[str, dict[int, float]] = {}
     stopped: dict[str, tuple[int, str]] = {}
     held: dict[str, list[int]] = {}
     for event in place.metrics:
-        _file(event, measured, curves, alone)
+        _file(event, measured, curves, alone, held_back)
     for client, manifest in _manifests(place, remarks):
         for entry in manifest["history"]:
-            _file({**entry, "event": "epoch", "client": client}, measured, curves, alone)
+            _file({**entry, "event": "epoch", "client": client}, measured, curves, alone, held_back)
         if manifest.get("stopped"):
             stopped[client] = (int(manifest["epoch"]), str(manifest["stopped"]))
         if "class_counts" in manifest:
@@ -118,7 +103,7 @@ def _read(place: RunFolder, recipe: Recipe, remarks: list[str]) -> Run:
     setting = _setting(place, remarks)
     entries = {client: [seen[epoch] for epoch in sorted(seen)] for client, seen in sorted(measured.items())}
     return Run(
-        recipe.federated, entries, stopped=stopped, curves=curves, alone=alone,
+        recipe.federated, entries, stopped=stopped, curves=curves, alone=alone, validation=held_back,
         tested=_tested(place, remarks), **{"counts": held, **setting},
     )  # fmt: skip
 
@@ -146,6 +131,7 @@ def _file(
     measured: dict[str, dict[int, Entry]],
     curves: dict[str, dict[int, float]],
     alone: dict[str, dict[int, float]],
+    held_back: dict[str, dict[int, float]],
 ) -> None:
     """Put one line of the log in its place; a line that lacks what it should have says nothing."""
     kind, epoch, client = event.get("event"), event.get("epoch"), event.get("client")
@@ -157,6 +143,8 @@ def _file(
         alone.setdefault(client, {})[epoch] = event["accuracy"]
     elif kind == "snapshot" and isinstance(event.get("rule"), str) and _is_number(event.get("accuracy")):
         curves.setdefault(event["rule"], {})[epoch] = event["accuracy"]
+        if _is_number(event.get("validation")):
+            held_back.setdefault(event["rule"], {})[epoch] = event["validation"]
 
 
 def _checked(entry: Mapping[str, Any]) -> Entry:
@@ -243,6 +231,7 @@ class _Watch:
         self.entries: dict[str, list[Entry]] = {}
         self.curves: dict[str, dict[int, float]] = {}
         self.alone: dict[str, dict[int, float]] = {}
+        self.validation: dict[str, dict[int, float]] = {}
         self.run: Run | None = None
         self.told: set[Any] = set()
         self.works = True
@@ -272,30 +261,34 @@ class _Watch:
             seen.append(_checked(event))
             self._look([client], whole=self.run is None)
         elif kind == "snapshot":
-            for name, accuracy in event["accuracy"].items():
-                self.curves.setdefault(name, {})[event["epoch"]] = accuracy
-            for line in self.place.metrics:  # clients' own accuracies are logged but not emitted
-                if line.get("event") == "client":
-                    self.alone.setdefault(line["client"], {})[line["epoch"]] = line["accuracy"]
+            for (
+                line
+            ) in self.place.metrics:  # accuracies of clients alone and on validation data are logged but not emitted
+                if line.get("event") in ("client", "snapshot"):
+                    _file(line, {}, self.curves, self.alone, self.validation)
             self._look([], whole=True)
 
     def _begin(self) -> None:
         """What a resumed run knows already."""
         self.run = None
         self.told = set()
-        self.entries, self.curves, self.alone = {}, {}, {}
+        self.entries, self.curves, self.alone, self.validation = {}, {}, {}, {}
         if self.place.recipe.is_file():
             before = _read(self.place, self.place.read_recipe(), [])
             self.entries = {client: list(seen) for client, seen in before.entries.items()}
             self.curves = {name: dict(curve) for name, curve in before.curves.items()}
             self.alone = {name: dict(curve) for name, curve in before.alone.items()}
+            self.validation = {name: dict(curve) for name, curve in before.validation.items()}
             self.told = {finding.key for finding in findings(before)}
 
     def _look(self, clients: Iterable[str], *, whole: bool) -> None:
         """Let the rules look at these clients, and at the whole run."""
         if self.run is None:  # by the first epoch, the folder says what the clients were given
             recipe = self.place.read_recipe().federated
-            self.run = Run(recipe, self.entries, curves=self.curves, alone=self.alone, **_setting(self.place, []))
+            self.run = Run(
+                recipe, self.entries, curves=self.curves, alone=self.alone, validation=self.validation,
+                **_setting(self.place, []),
+            )  # fmt: skip
         for rule in RULES:
             if rule.at_run is None or (whole and not rule.lacking(self.run)):
                 for finding in rule.look(self.run, clients):
@@ -320,62 +313,6 @@ def _geometries(place: RunFolder, recipe: Recipe, data: Dataset) -> Iterator[tup
             net = filled(encoder, broadcast.shape[0], broadcast.classes, upload.weights).to(device)
             unit = unit_features(net, test.batches(device, *preprocessing(broadcast.recipe)))
             yield upload.client, geometry_of(unit.double().cpu(), test.labels)
-
-
-def geometry_of(unit: Tensor, labels: Tensor) -> Geometry:
-    """unit (n, features) of length 1, labels (n,) of at least two classes"""
-    present = torch.unique(labels)
-    means = torch.stack([unit[labels == label].mean(0) for label in present])
-    sizes = torch.stack([(labels == label).sum() for label in present])
-    own = means[torch.searchsorted(present, labels)]
-    within = (unit - own).square().sum() / len(unit)
-    between = ((means - unit.mean(0)).square().sum(1) * sizes).sum() / len(unit)
-    return Geometry(len(present), effective_rank(unit), float(within / between), _apart_from_simplex(means))
-
-
-def effective_rank(features: Tensor) -> float:
-    """exp H(σ/Σσ) of the singular values: 1 when all rows are parallel, d when they fill d directions alike. features (n, d)"""
-    singular = torch.linalg.svdvals(features)
-    shares = singular / singular.sum()
-    return math.exp(float(-torch.xlogy(shares, shares).sum()))
-
-
-def _apart_from_simplex(means: Tensor) -> float:
-    """Mean |cos + 1/(C−1)| over pairs of centred class means (C, d)."""
-    centred = F.normalize(means - means.mean(0), dim=1)
-    cosines = (centred @ centred.T)[~torch.eye(len(means), dtype=torch.bool)]
-    return float((cosines + 1 / (len(means) - 1)).abs().mean())
-
-
-def deep_findings(run: Run, seen: Mapping[str, Geometry]) -> list[Finding]:
-    """Collapse that only shows on the features themselves."""
-    found = []
-    advice = "lower training.learning_rate or λ; keep a term that pushes apart (supervised-contrastive)"
-    for client, there in seen.items():
-        epoch = max((entry["epoch"] for entry in run.entries.get(client, ())), default=None)
-        rank = there.effective_rank / (there.classes - 1)
-        shown = f"on test images of its {there.classes} classes: effective rank {there.effective_rank:.2f}, NC1 {there.nc1:.3g}, NC2 {there.nc2:.2g}"
-        if rank < FEW_DIRECTIONS:
-            evidence = f"{shown}; the features fill {there.effective_rank:.2g} directions where the classes could have {there.classes - 1}"
-            found.append(
-                Finding(
-                    "feature-collapse",
-                    "warning",
-                    client,
-                    epoch,
-                    rank,
-                    FEW_DIRECTIONS,
-                    evidence,
-                    advice,
-                    "effective rank",
-                )
-            )
-        if not there.nc1 < BLURRED:
-            evidence = f"{shown}; samples of one class differ {there.nc1:.3g} times as much as classes do"
-            found.append(
-                Finding("feature-collapse", "warning", client, epoch, there.nc1, BLURRED, evidence, advice, "NC1")
-            )
-    return found
 
 
 def _finite(numbers: dict[str, Any]) -> dict[str, Any]:
