@@ -10,14 +10,14 @@ prototypes are dragged to their anchors while gradient clipping leaves next to n
 falls far below its own peak. The cures bound λ (`etf-guarded`, `etf-hinge`), put s where it relaxes λ (`etf-decaying`), or
 compute λ instead of learning it (`etf-equilibrium`). docs/why-lambda-explodes.md has the derivation.
 
-Everything lands in --out: `explosion.png`, `explosion.json`, and a run folder for each method and seed. Test accuracy is looked
+Everything lands in --out: `explosion.png`, a run folder for each method and seed, and a record of all of them for
+`oneround compare OUT/explosion.json --layout peaks`. Test accuracy is looked
 at to draw curves only; nothing is chosen by it in a run. Exit code 1: one of the claims does not hold.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import shutil
@@ -26,7 +26,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oneround.finished import Run
 
 # The same for all methods. Chosen, by trying, so that a minute is enough to see what takes 50 epochs of CIFAR-10 otherwise.
 SETTINGS: dict[str, Any] = {
@@ -71,9 +74,6 @@ FALL = 10.0  # and accuracy ends at least so many points below its peak;
 CALM = 3.0  # the others end at most so many points below theirs
 MARK = ".explosion-example"
 
-Record = dict[str, Any]
-
-
 # --- one run -----------------------------------------------------------------------------------------------------------
 
 
@@ -83,9 +83,8 @@ def overrides(method: str, seed: int) -> dict[str, Any]:
     return SETTINGS | CHANGES[method] | seeds
 
 
-def measure(method: str, seed: int, folder: Path, more: Mapping[str, Any]) -> Record:
-    """Run one method on one seed: raw λ of every client after every epoch, and accuracy at every snapshot."""
-    from oneround.observe.log import MetricsLog
+def measure(method: str, seed: int, folder: Path, more: Mapping[str, Any]) -> tuple[float, list[str]]:
+    """Run one method on one seed: seconds it took, and what the rails said."""
     from oneround.reading import load
     from oneround.simulate import run
 
@@ -96,113 +95,100 @@ def measure(method: str, seed: int, folder: Path, more: Mapping[str, Any]) -> Re
             warnings.append(event["text"])
 
     started = time.monotonic()
-    result = run(load(method, (overrides(method, seed) | dict(more)).items()), folder, emit=listen)
-    weights: dict[str, list[float]] = {}
-    for event in MetricsLog(folder / "metrics.jsonl"):
-        if event["event"] == "epoch":
-            weights.setdefault(event["client"], []).append(event["lambda_raw"])
-    return {
-        "method": method, "seed": seed, "partition": result.partition, "lambda": weights,
-        "accuracy": {str(epoch): 100 * value for epoch, value in result.curves["iffi"].items()},
-        "warnings": warnings, "seconds": time.monotonic() - started,
-    }  # fmt: skip
+    run(load(method, (overrides(method, seed) | dict(more)).items()), folder, emit=listen)
+    return time.monotonic() - started, warnings
 
 
-def measure_all(seeds: Sequence[int], out: Path, more: Mapping[str, Any]) -> list[Record]:
+def measure_all(seeds: Sequence[int], out: Path, more: Mapping[str, Any]) -> list[Run]:
     """Every method on every seed, two runs at a time, told as they finish; in the order of the methods."""
-    cells = [(method, seed) for method in CHANGES for seed in seeds]
-    found: dict[tuple[str, int], Record] = {}
+    from oneround.finished import find_runs
+
+    folders = {(method, seed): out / f"{method}-{seed}" for method in CHANGES for seed in seeds}
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        waiting = {pool.submit(measure, *cell, out / f"{cell[0]}-{cell[1]}", more): cell for cell in cells}
-        for done in as_completed(waiting):
-            record = found[waiting[done]] = done.result()
-            print(f"[{len(found)}/{len(cells)}] {in_words(record)}", flush=True)
-            for text in record["warnings"]:
+        waiting = {pool.submit(measure, *cell, folder, more): folder for cell, folder in folders.items()}
+        for number, done in enumerate(as_completed(waiting), 1):
+            seconds, warnings = done.result()
+            (run,) = find_runs([waiting[done]])
+            print(f"[{number}/{len(folders)}] {in_words(run)} ({seconds:.0f} s)", flush=True)
+            for text in warnings:
                 print(f"    {text.partition(';')[0]}", flush=True)
-    return [found[cell] for cell in cells]
+    return find_runs(folders.values())
 
 
 # --- what a run shows --------------------------------------------------------------------------------------------------
 
 
-def largest(record: Record) -> list[float]:
-    """λ of the client whose λ is largest at the end, epoch by epoch."""
-    return max(record["lambda"].values(), key=lambda values: values[-1])
+def weights(run: Run) -> list[list[float]]:
+    """Raw λ of every client, epoch by epoch."""
+    return [list(by.values()) for by in run.traces["lambda_raw"].values()]
 
 
-def growth(record: Record) -> float:
+def largest(run: Run) -> list[float]:
+    """λ of the client whose λ is largest at the end."""
+    return max(weights(run), key=lambda values: values[-1])
+
+
+def growth(run: Run) -> float:
     """The most that a client's λ grew from its first to its last epoch, as a factor."""
-    return max(values[-1] / values[0] for values in record["lambda"].values())
+    return max(values[-1] / values[0] for values in weights(run))
 
 
-def peak(record: Record) -> float:
-    return max(record["accuracy"].values())
+def accuracy(run: Run) -> dict[int, float]:
+    """Of the fused model, in percent, at every snapshot."""
+    return {epoch: 100 * value for epoch, value in run.result.curves["iffi"].items()}
 
 
-def final(record: Record) -> float:
+def peak(run: Run) -> float:
+    return max(accuracy(run).values())
+
+
+def final(run: Run) -> float:
     """Accuracy after the last epoch."""
-    return record["accuracy"][max(record["accuracy"], key=int)]
+    return accuracy(run)[max(accuracy(run))]
 
 
-def drop(record: Record) -> float:
+def drop(run: Run) -> float:
     """Points from the peak to the end."""
-    return peak(record) - final(record)
+    return peak(run) - final(run)
 
 
-def in_words(record: Record) -> str:
-    return f"{record['method']}, seed {record['seed']}: {final(record):.1f} %, peak {peak(record):.1f} % ({record['seconds']:.0f} s)"
+def in_words(run: Run) -> str:
+    return f"{run.method}, seed {run.partition_seed}: {final(run):.1f} %, peak {peak(run):.1f} %"
 
 
 # --- the claims --------------------------------------------------------------------------------------------------------
 
 
-def broken(record: Record) -> list[str]:
+def broken(run: Run) -> list[str]:
     """The claims that this run does not bear out, in words."""
-    where = f"{record['method']}, seed {record['seed']}"
-    if not all(map(math.isfinite, (growth(record), drop(record)))):
+    where = f"{run.method}, seed {run.partition_seed}"
+    if not all(map(math.isfinite, (growth(run), drop(run)))):
         return [f"{where}: figures are not finite"]
-    if record["method"] != EXPLODES:
-        return (
-            [] if drop(record) <= CALM else [f"{where}: ends {drop(record):.1f} points below its peak, not ≤ {CALM:g}"]
-        )
+    if run.method != EXPLODES:
+        return [] if drop(run) <= CALM else [f"{where}: ends {drop(run):.1f} points below its peak, not ≤ {CALM:g}"]
     wrong = []
-    if growth(record) < GROWTH:
-        wrong.append(f"{where}: λ grows × {growth(record):.3g}, not ≥ {GROWTH:g}")
-    if drop(record) < FALL:
-        wrong.append(f"{where}: ends {drop(record):.1f} points below its peak, not ≥ {FALL:g}")
+    if growth(run) < GROWTH:
+        wrong.append(f"{where}: λ grows × {growth(run):.3g}, not ≥ {GROWTH:g}")
+    if drop(run) < FALL:
+        wrong.append(f"{where}: ends {drop(run):.1f} points below its peak, not ≥ {FALL:g}")
     return wrong
 
 
-def verdicts(records: Iterable[Record]) -> list[tuple[str, bool]]:
+def verdicts(runs: Iterable[Run]) -> list[tuple[str, bool]]:
     """A line for each method, and whether its claim holds on every seed."""
-    by_method: dict[str, list[Record]] = {}
-    for record in records:
-        by_method.setdefault(record["method"], []).append(record)
+    by_method: dict[str, list[Run]] = {}
+    for run in runs:
+        by_method.setdefault(run.method, []).append(run)
     lines = []
     for method, mine in by_method.items():
-        wrong = [text for record in mine for text in broken(record)]
-        falls = ", ".join(f"{drop(record):.1f}" for record in mine)
+        wrong = [text for run in mine for text in broken(run)]
+        falls = ", ".join(f"{drop(run):.1f}" for run in mine)
         claim = f"λ × ≥ {GROWTH:g} and a fall of ≥ {FALL:g}" if method == EXPLODES else f"a fall of ≤ {CALM:g}"
         lines.append((f"{LABELS[method]}: ends {falls} points below its peaks; claimed: {claim}", not wrong))
     return lines
 
 
 # --- what is left behind -----------------------------------------------------------------------------------------------
-
-
-def table(records: Iterable[Record]) -> str:
-    """As Markdown, which is readable in a terminal too."""
-    lines = [
-        "| method | seed | λ first → last | most growth | peak % | final % | drop |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for record in records:
-        shown = largest(record)
-        lines.append(
-            f"| {record['method']} | {record['seed']} | {shown[0]:.3g} → {shown[-1]:.3g} | × {growth(record):.3g} "
-            f"| {peak(record):.1f} | {final(record):.1f} | {drop(record):.1f} |"
-        )
-    return "\n".join(lines)
 
 
 def thresholds() -> list[float]:
@@ -224,27 +210,21 @@ def thresholds() -> list[float]:
     ]
 
 
-def draw(records: Sequence[Record], limits: Sequence[float], path: Path) -> None:
+def draw(runs: Sequence[Run], limits: Sequence[float], path: Path) -> None:
     """λ above, accuracy below, against epochs; a colour for each method, a line for each seed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.2, 6.4), layout="constrained")
     above, below = figure.subplots(2, sharex=True)
     told: set[str] = set()
-    for record in reversed(records):  # V12 on top
-        method = record["method"]
+    for run in reversed(runs):  # V12 on top
+        method = run.method
         style: dict[str, Any] = {"color": COLOURS[method], "linewidth": 1.4, "alpha": 0.85}
         label = None if method in told else LABELS[method]
         told.add(method)
-        weights = largest(record)
-        above.plot(range(1, len(weights) + 1), weights, label=label, **style)
-        below.plot(
-            [int(epoch) for epoch in record["accuracy"]],
-            list(record["accuracy"].values()),
-            marker="o",
-            markersize=3,
-            **style,
-        )
+        values, curve = largest(run), accuracy(run)
+        above.plot(range(1, len(values) + 1), values, label=label, **style)
+        below.plot(list(curve), list(curve.values()), marker="o", markersize=3, **style)
     above.plot(range(1, len(limits) + 1), limits, "--", color="#666666", label="SGD on prototypes\nunstable above")
     above.set(yscale="log", ylabel="λ, raw\n(client with the largest at the end)", ylim=(1e-3, None))
     below.set(
@@ -256,32 +236,9 @@ def draw(records: Sequence[Record], limits: Sequence[float], path: Path) -> None
     figure.legend(
         lines[-2::-1] + lines[-1:], names[-2::-1] + names[-1:], loc="outside right center", frameon=False, fontsize=9
     )
-    seeds = ", ".join(str(seed) for seed in dict.fromkeys(record["seed"] for record in records))
+    seeds = ", ".join(str(seed) for seed in dict.fromkeys(run.partition_seed for run in runs))
     figure.suptitle(f"Digits, 5 clients with 4 of 10 classes each, a line for each of the seeds {seeds}", fontsize=10)
     figure.savefig(path, dpi=150)
-
-
-def write(records: Sequence[Record], out: Path, seconds: float, more: Mapping[str, Any]) -> None:
-    """`explosion.png` and `explosion.json`."""
-    from oneround.observe.environment import environment
-    from oneround.site import choose_device
-
-    limits = thresholds()
-    draw(records, limits, out / "explosion.png")
-    told: Mapping[str, Any] = {
-        "claims": {"growth_at_least": GROWTH, "drop_at_least": FALL, "drop_at_most": CALM, "explodes": EXPLODES},
-        "settings": {**SETTINGS, **more},
-        "changes": CHANGES,
-        "instability_threshold": limits,
-        "runs": [
-            {**record, "growth": growth(record), "peak": peak(record), "final": final(record), "drop": drop(record)}
-            for record in records
-        ],
-        "broken": [text for record in records for text in broken(record)],
-        "seconds": seconds,
-        "environment": environment(choose_device(SETTINGS["local.device"])),
-    }
-    (out / "explosion.json").write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def make_room(out: Path) -> None:
@@ -306,6 +263,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/explosion"))
     options = parser.parse_args(arguments)
+    from oneround.compare import compare
+    from oneround.finished import keep
+    from oneround.layouts import peaks_sheet
     from oneround.reading import parse_override
 
     more = dict(parse_override(text) for text in options.sets)
@@ -314,10 +274,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     started = time.monotonic()
-    records = measure_all(list(dict.fromkeys(options.seeds)), options.out, more)
-    write(records, options.out, time.monotonic() - started, more)
-    print(f"\n{table(records)}\n")
-    judged = verdicts(records)
+    runs = measure_all(list(dict.fromkeys(options.seeds)), options.out, more)
+    keep(runs, options.out / "explosion.json")
+    draw(runs, thresholds(), options.out / "explosion.png")
+    print(f"\n{peaks_sheet(compare(runs)[0]).markdown()}\n")
+    judged = verdicts(runs)
     for line, holds in judged:
         print(f"{'holds' if holds else 'DOES NOT HOLD'}: {line}")
     print(f"{options.out}/explosion.png and explosion.json, {time.monotonic() - started:.0f} s")

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from oneround.compare import Group, compare, find_runs, lambda_sheets, methods_sheet, rounds_sheet
+from oneround.compare import Group, compare
 from oneround.data import Dataset
 from oneround.errors import RecipeError
+from oneround.finished import find_runs, keep
+from oneround.layouts import gradients_sheet, lambda_sheets, methods_sheet, peaks_sheet, rounds_sheet
 from oneround.observe.formats import Sheet, written
 from oneround.observe.statistics import Summary, compared, holm, p_value, paired, pairs_needed, power
 from oneround.reading import load
@@ -86,7 +88,7 @@ def test_verdicts_in_words() -> None:
 
 SMALL: dict[str, Any] = {
     "model.encoder": {"kind": "cnn", "width": 4}, "training.batch_size": 64, "training.epochs": 2, "snapshots": 1, "partition.clients": 3,
-    "partition.alpha": 0.3, "fusion": ["iffi", "average"], "local.workers": 1,
+    "partition.alpha": 0.3, "fusion": ["iffi", "average"], "local.workers": 1, "trace.every": 1,
 }  # fmt: skip
 
 
@@ -155,16 +157,16 @@ def test_settings_are_grouped_and_variants_named(digits: Dataset, tmp_path: Path
 
 def test_tables_in_every_form(grid: Path) -> None:
     group = only(compare(find_runs([grid]), rule="all", baseline="average"))
-    assert group.baseline.rule == "average" and len(group.entries) == 4
+    assert group.baseline.rule == "average" and len(group.entries) == 8
     sheet = methods_sheet(group, 1.0)
-    assert written([sheet], "md").count("| fafi · ") == 2
+    assert written([sheet], "md").count("| fafi · ") == 4
     rows = list(csv.reader(io.StringIO(written([sheet], "csv"))))
-    assert rows[0][0] == "method" and len(rows) == 5 and all(len(row) == len(rows[0]) for row in rows)
+    assert rows[0][0] == "method" and len(rows) == 9 and all(len(row) == len(rows[0]) for row in rows)
     (told,) = json.loads(written([sheet], "json"))
     assert told["rows"][0]["by_partition"] == pytest.approx(dict(group.entries[0].accuracy))
     latex = written([sheet], "tex")
-    assert latex.count(r"\\") == 5 and r"$\pm$ 95 \%" in latex
-    assert len(sheet.verdicts()) == 4
+    assert latex.count(r"\\") == 9 and r"$\pm$ 95 \%" in latex
+    assert len(sheet.verdicts()) == 8
 
 
 def test_the_layouts_of_the_documents(grid: Path) -> None:
@@ -180,6 +182,49 @@ def test_the_layouts_of_the_documents(grid: Path) -> None:
     (sheet,) = lambda_sheets(group)
     assert sheet.title == "λ of etf-entropy" and len(sheet.rows) == 2 and len(sheet.heads) == 4
     assert sheet.rows[0][1] == sheet.rows[1][1]
+
+
+def test_a_record_is_compared_like_its_folders(grid: Path, tmp_path: Path) -> None:
+    runs = find_runs([grid])
+    keep(runs, tmp_path / "kept.json")
+    again = find_runs([tmp_path / "kept.json"])
+    assert len(again) == len(runs) == 6
+    for layout in (
+        lambda group: methods_sheet(group, 1.0), rounds_sheet, peaks_sheet, gradients_sheet, lambda group: lambda_sheets(group)[0],
+    ):  # fmt: skip
+        rule = None if layout is rounds_sheet or layout is peaks_sheet else "all"
+        then, now = (layout(only(compare(each, "v4", rule))) for each in (runs, again))
+        assert (then.heads, then.rows, then.notes) == (now.heads, now.rows, now.notes) and then.rows
+    for text, fault in (("[1]", "not a record"), ('{"format": "other"}', "format 'other'"), ("{", "not a record")):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(RecipeError, match=fault):
+            find_runs([tmp_path / "bad.json"])
+
+
+def test_what_is_not_asked_for_is_left_out(grid: Path) -> None:
+    group = only(compare(find_runs([grid]), rule="all", only=["v9"]))
+    assert {entry.method for entry in group.entries} == {"etf-entropy"}
+    sheet = methods_sheet(group, 1.0)
+    assert sheet.heads[0] == "rule" and [row[0] for row in sheet.rows] == [
+        "iffi", "average", "best client alone", "mean client alone",
+    ]  # fmt: skip
+    alone = [100 * max(each.result.clients.values()) for each in find_runs([grid]) if each.method == "etf-entropy"]
+    assert sorted(group.entries[2].summary.values) == pytest.approx(sorted(alone))
+    with pytest.raises(RecipeError, match=r"--method etf: not among what is compared \(fafi, etf-entropy\)"):
+        compare(find_runs([grid]), only=["etf"])
+
+
+def test_peaks_and_angles(grid: Path) -> None:
+    group = only(compare(find_runs([grid])))
+    every = [each for entry in group.entries for each in entry.runs]
+    for row, each in zip(peaks_sheet(group).rows, every, strict=True):
+        curve = each.result.curves["iffi"]
+        assert row[6] == f"{100 * (max(curve.values()) - curve[2]):.1f}" and (row[2] != "") == (
+            each.method == "etf-entropy"
+        )
+    angles = {(row[0], row[1]) for row in gradients_sheet(group).rows}
+    assert ("etf-entropy", "base · alignment at prototypes") in angles
+    assert all(-1 <= float(row[2]) <= 1 for row in gradients_sheet(group).rows)
 
 
 def test_words_that_mean_nothing_are_refused(grid: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import os
@@ -10,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
+
+from oneround.finished import Run
+from oneround.runs import Result
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "explosion.py"
@@ -41,52 +42,60 @@ def test_v12_explodes_and_its_cures_do_not(tmp_path: Path) -> None:
     done = run_script("--seeds", "2", "--out", "out", where=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "out" / "explosion.png").stat().st_size > 10_000
-    check(json.loads((tmp_path / "out" / "explosion.json").read_text(encoding="utf-8")), [2])
+    check(tmp_path / "out" / "explosion.json", [2])
 
 
 def test_the_recorded_three_seeds_bear_the_claims_out() -> None:
-    check(json.loads((ROOT / "results" / "digits_explosion.json").read_text(encoding="utf-8")), [1, 2, 3])
+    check(ROOT / "results" / "digits_explosion.json", [1, 2, 3])
 
 
-def check(told: dict[str, Any], seeds: list[int]) -> None:
-    seen = {(run["method"], run["seed"]) for run in told["runs"]}
+def check(record: Path, seeds: list[int]) -> None:
+    told = json.loads(record.read_text(encoding="utf-8"))["runs"]
     methods = ("etf-attenuated", "etf-guarded", "etf-hinge", "etf-decaying", "etf-equilibrium")
-    assert seen == {(method, seed) for method in methods for seed in seeds}
-    for run in told["runs"]:
-        curve = {int(epoch): value for epoch, value in run["accuracy"].items()}
+    seen = {(run["method"], run["keys"]["seeds.partition"]) for run in told}
+    assert seen == {(method, seed) for method in methods for seed in seeds} and len(told) == len(seen)
+    for run in told:
+        curve = {int(epoch): 100 * value for epoch, value in run["curves"]["iffi"].items()}
         fall = max(curve.values()) - curve[max(curve)]
         if run["method"] == "etf-attenuated":
-            assert max(values[-1] / values[0] for values in run["lambda"].values()) >= 100, run["seed"]
-            assert fall >= 10, run["seed"]
+            assert max(by["20"] / by["1"] for by in run["traces"]["lambda_raw"].values()) >= 100
+            assert fall >= 10
         else:
-            assert fall <= 3, (run["method"], run["seed"])
-    assert told["broken"] == [] and told["environment"]["packages"]["torch"]
+            assert fall <= 3, run["method"]
+        assert run["where"]["torch"]
 
 
-def record(method: str, weights: list[float], accuracy: list[float]) -> dict[str, Any]:
-    curve = {str(10 * (number + 1)): value for number, value in enumerate(accuracy)}
-    steady = [2.0] * len(weights)
-    return {"method": method, "seed": 1, "lambda": {"client_000": steady, "client_001": weights}, "accuracy": curve}
+def finished(method: str, weights: list[float], accuracy: list[float]) -> Run:
+    curve = {10 * (number + 1): value / 100 for number, value in enumerate(accuracy)}
+    result = Result(Path(), {"iffi": curve[max(curve)]}, {}, {"iffi": curve}, {}, "digest", ())
+    traced = {"client_000": [2.0] * len(weights), "client_001": weights}
+    return Run(
+        method,
+        {"seeds.partition": 1},
+        result,
+        {},
+        {"lambda_raw": {name: dict(enumerate(by)) for name, by in traced.items()}},
+    )
 
 
 def test_the_claims_can_fail(example: ModuleType) -> None:
-    good = [
-        record("etf-attenuated", [2.0, 30.0, 200.0], [60.0, 80.0, 70.0]),
-        record("etf-guarded", [2.0, 30.0, 50.0], [60.0, 80.0, 77.0]),
-    ]
-    assert all(holds for _, holds in example.verdicts(good))
+    v12, cure = ([2.0, 30.0, 200.0], [60.0, 80.0, 70.0]), ([2.0, 30.0, 50.0], [60.0, 80.0, 77.0])
+
+    def judged(v12: tuple[list[float], list[float]], cure: tuple[list[float], list[float]]) -> list[bool]:
+        runs = [finished("etf-attenuated", *v12), finished("etf-guarded", *cure)]
+        assert sum(len(example.broken(run)) for run in runs) <= 1
+        return [holds for _, holds in example.verdicts(runs)]
+
+    assert judged(v12, cure) == [True, True]
     doctored = {
-        "λ grew × 99": (0, "lambda", {"client_000": [2.0, 2.0], "client_001": [2.0, 198.0]}),
-        "V12 fell by 9.9": (0, "accuracy", {"10": 80.0, "20": 70.1}),
-        "V12 rose at the end": (0, "accuracy", {"9": 60.0, "20": 70.0, "100": 81.0}),
-        "λ is not a number": (0, "lambda", {"client_000": [2.0, float("nan")]}),
-        "a cure fell by 3.1": (1, "accuracy", {"10": 80.0, "20": 76.9}),
+        "λ grew × 99": ([2.0, 198.0], v12[1]),
+        "V12 fell by 9.9": (v12[0], [80.0, 70.1]),
+        "V12 rose at the end": (v12[0], [60.0, 70.0, 81.0]),
+        "λ is not a number": ([2.0, float("nan")], v12[1]),
     }
-    for what, (which, key, value) in doctored.items():
-        records = copy.deepcopy(good)
-        records[which][key] = value
-        assert [holds for _, holds in example.verdicts(records)] == [which != 0, which != 1], what
-        assert len(example.broken(records[which])) == 1, what
+    for what, changed in doctored.items():
+        assert judged(changed, cure) == [False, True], what
+    assert judged(v12, (cure[0], [80.0, 76.9])) == [True, False], "a cure fell by 3.1"
 
 
 def test_a_folder_of_somebody_else_is_left_alone(example: ModuleType, tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from oneround.cli import app
-from oneround.compare import compare, find_runs
+from oneround.compare import compare
 from oneround.data import Dataset, dataset_from_arrays
 from oneround.errors import RecipeError, RunError
+from oneround.finished import find_runs
 from oneround.reading import load, read_yaml
 from oneround.report import report
 from oneround.report.again import command

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from oneround.compare import compare, find_runs, methods_sheet
+from oneround.compare import compare
 from oneround.errors import RecipeError
+from oneround.finished import find_runs
+from oneround.layouts import methods_sheet
 from oneround.reading import checked
 from oneround.sweep import Grid, cells, sweep
 

@@ -6,46 +6,17 @@ partition are averaged first, because they are not independent, and methods are 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from oneround.errors import RecipeError, did_you_mean
-from oneround.observe.formats import VERDICT, Sheet
-from oneround.observe.log import MetricsLog
+from oneround.finished import Run
 from oneround.observe.statistics import Comparison, Summary, compared, paired
-from oneround.observe.tables import difference_in_words
 from oneround.reading import presets
-from oneround.runs import Result, RunFolder
 
 SETTING = ("data.", "partition.", "model.", "public", "training.epochs")
 ASIDE = ("seeds.", "fusion", "snapshots", "method", "trace.", "evaluation.", "rails.")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run, as a comparison sees it."""
-
-    folder: Path
-    method: str
-    keys: Mapping[str, Any]
-    """The federated half of its recipe, flat: `training.epochs` → 50."""
-    first_rule: str
-    result: Result
-
-    @property
-    def partition_seed(self) -> int:
-        return int(self.keys["seeds.partition"])
-
-    def trace(self, key: str) -> dict[str, dict[int, float]]:
-        """Something measured per client and epoch."""
-        found: dict[str, dict[int, float]] = {}
-        for event in MetricsLog(self.folder / "metrics.jsonl"):
-            if event["event"] == "epoch" and event.get(key) is not None:
-                found.setdefault(event["client"], {})[event["epoch"]] = event[key]
-        return found
 
 
 @dataclass(frozen=True)
@@ -68,7 +39,7 @@ class Entry:
 
     def curve(self) -> dict[int, float]:
         """Mean accuracy in percent after so many local epochs."""
-        curves = [run.result.curves[self.rule] for run in self.runs]
+        curves = [run.result.curves.get(self.rule, {}) for run in self.runs]
         epochs = sorted(set.intersection(*(set(curve) for curve in curves)))
         return {epoch: 100 * sum(curve[epoch] for curve in curves) / len(curves) for epoch in epochs}
 
@@ -87,43 +58,34 @@ class Group:
     repeats: int
     """Runs per method and partition, at most."""
     remarks: tuple[str, ...]
+    """What a reader has to know: bounds, remarks on partitions, devices and commits."""
 
-
-def find_runs(paths: Iterable[Path]) -> list[Run]:
-    """Every finished run in these folders, however deep."""
-    found: dict[Path, Run] = {}
-    for path in paths:
-        if not path.exists():
-            raise RecipeError(f"{path}: no such folder")
-        for result in sorted(path.rglob("result.json")):
-            folder = result.parent
-            if (folder / "recipe.yaml").is_file() and folder.resolve() not in found:
-                recipe = RunFolder(folder).read_recipe()
-                keys = dict(_flat(recipe.plain()))
-                read = Result.read(folder)
-                found[folder.resolve()] = Run(folder, recipe.method, keys, next(iter(read.rules)), read)
-    if not found:
-        raise RecipeError(f"no finished run in {', '.join(map(str, paths))} (a run folder has a result.json)")
-    return list(found.values())
-
-
-def _flat(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
-    if isinstance(tree, dict) and tree:
-        for key, value in tree.items():
-            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, json.dumps(tree) if isinstance(tree, list | dict) else tree
+    def short(self, entry: Entry) -> str:
+        """An entry's name as short as it can be: what all have in common is left out."""
+        if len({each.rule for each in self.entries}) == 1:
+            return entry.method
+        return entry.rule if len({each.method for each in self.entries}) == 1 else entry.name
 
 
 def compare(
-    runs: Sequence[Run], baseline: str | None = None, rule: str | None = None, *, common: bool = False
+    runs: Sequence[Run],
+    baseline: str | None = None,
+    rule: str | None = None,
+    *,
+    common: bool = False,
+    only: Sequence[str] = (),
 ) -> list[Group]:
-    """Groups of comparable runs. `rule`: one rule, `all`, or each method's first; `common`: only partitions all methods have."""
+    """Groups of comparable runs.
+
+    `rule`: one rule, `all`, or each method's first; `common`: use only partitions that all methods have; `only`: these methods.
+    """
     settings = _varying(runs, lambda key: key.startswith(SETTING))
     grouped: dict[str, list[Run]] = {}
     for run in runs:
         grouped.setdefault(_words(run, settings), []).append(run)
     entries = {setting: _entries(members, rule) for setting, members in grouped.items()}
+    if only:
+        entries = _chosen(entries, only)
     if baseline is not None and not any(_find_baseline(each, baseline) for each in entries.values()):
         names = list(dict.fromkeys(entry.method for each in entries.values() for entry in each))
         raise RecipeError(
@@ -132,6 +94,21 @@ def compare(
     return [
         _group(setting, each, _find_baseline(each, baseline) or each[0], common) for setting, each in entries.items()
     ]
+
+
+def _chosen(entries: Mapping[str, list[Entry]], only: Sequence[str]) -> dict[str, list[Entry]]:
+    """Entries of these methods, named with or without what varies among them."""
+    for name in only:
+        if not any(_is(entry, name) for each in entries.values() for entry in each):
+            names = list(dict.fromkeys(entry.method for each in entries.values() for entry in each))
+            raise RecipeError(
+                f"--method {name}: not among what is compared{did_you_mean(name, names)} ({', '.join(names)})"
+            )
+    kept = {
+        setting: [entry for entry in each if any(_is(entry, name) for name in only)]
+        for setting, each in entries.items()
+    }
+    return {setting: each for setting, each in kept.items() if each}
 
 
 def _group(setting: str, entries: Sequence[Entry], base: Entry, common: bool) -> Group:
@@ -162,7 +139,26 @@ def _group(setting: str, entries: Sequence[Entry], base: Entry, common: bool) ->
         f"partition {run.partition_seed}: {remark}" for run in used for remark in run.result.remarks
     )
     seeds = tuple(sorted({run.partition_seed for run in used}))
-    return Group(setting, tuple(kept), base, tested, seeds, per_partition, tuple(remarks))
+    told = [*_bounds(used), *remarks, *_places(used)]
+    return Group(setting, tuple(kept), base, tested, seeds, per_partition, tuple(told))
+
+
+def _bounds(runs: Sequence[Run]) -> list[str]:
+    found = sorted({run.bound for run in runs if run.bound is not None})
+    shown = ", ".join(f"{100 * bound:.1f}" for bound in found)
+    return [f"the same network trained as long on all data in one place: {shown} %"] if found else []
+
+
+def _places(runs: Sequence[Run]) -> list[str]:
+    """What they ran on."""
+    found: dict[tuple[Any, Any], set[str]] = {}
+    for run in runs:
+        if run.where:
+            found.setdefault((run.where["device"], run.where["torch"]), set()).add(str(run.where["commit"]))
+    return [
+        f"measured on {device}, torch {torch}, commit {', '.join(sorted(commits))}"
+        for (device, torch), commits in found.items()
+    ]
 
 
 def _entries(runs: Sequence[Run], rule: str | None) -> list[Entry]:
@@ -176,10 +172,10 @@ def _entries(runs: Sequence[Run], rule: str | None) -> list[Entry]:
         for run in same:
             named.setdefault(" ".join(filter(None, [run.method, _words(run, variants)])), []).append(run)
         for name, mine in named.items():
-            known = list(mine[0].result.rules)
+            known = list(mine[0].scores)
             chosen = known if rule == "all" else [rule or mine[0].first_rule]
             for each in chosen:
-                if any(each not in run.result.rules for run in mine):
+                if any(each not in run.scores for run in mine):
                     raise RecipeError(
                         f"{name}: no rule '{each}' in its runs{did_you_mean(each, known)} (there are {', '.join(known)})"
                     )
@@ -190,7 +186,7 @@ def _entries(runs: Sequence[Run], rule: str | None) -> list[Entry]:
 def _by_partition(runs: Sequence[Run], rule: str) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for run in sorted(runs, key=lambda run: run.partition_seed):
-        found.setdefault(run.result.partition, []).append(100 * run.result.rules[rule])
+        found.setdefault(run.result.partition, []).append(100 * run.scores[rule])
     return {digest: sum(values) / len(values) for digest, values in found.items()}
 
 
@@ -198,9 +194,15 @@ def _find_baseline(entries: Sequence[Entry], wanted: str | None) -> Entry | None
     """The entry a name means: a method (or its alias), a rule, or `method · rule`; the first without one."""
     if wanted is None:
         return entries[0]
-    alias = {raw.get("about", {}).get("alias"): name for name, raw in presets().items()}
-    meant = {wanted, alias.get(wanted)}
-    return next((entry for entry in entries if {entry.name, entry.method, entry.rule} & meant), None)
+    return next((entry for entry in entries if _is(entry, wanted) or wanted in (entry.name, entry.rule)), None)
+
+
+def _is(entry: Entry, wanted: str) -> bool:
+    """Whether a name means this entry's method: its preset or alias, alone or with what varies (`two-stage share=0.1`)."""
+    first, space, rest = wanted.partition(" ")
+    aliases = {raw.get("about", {}).get("alias"): name for name, raw in presets().items()}
+    meant = aliases.get(first, first) + space + rest
+    return entry.method == meant or entry.method.split(" ")[0] == meant
 
 
 def _varying(runs: Sequence[Run], wanted: Any) -> list[str]:
@@ -212,103 +214,3 @@ def _varying(runs: Sequence[Run], wanted: Any) -> list[str]:
 def _words(run: Run, keys: Sequence[str]) -> str:
     """`alpha=0.05 epochs=50`"""
     return " ".join(f"{key.removesuffix('.kind').split('.')[-1]}={run.keys[key]}" for key in keys if key in run.keys)
-
-
-# --- tables ----------------------------------------------------------------------------------------------------------
-
-
-def methods_sheet(group: Group, interest: float) -> Sheet:
-    """Every method: mean and interval, each partition, the paired difference and whether it is real."""
-    rules = {entry.rule for entry in group.entries}
-    heads = [
-        "method",
-        "mean ± 95 %",
-        "each partition",
-        f"minus {_short(group.baseline, rules)}",
-        "p",
-        "effect",
-        VERDICT,
-    ]
-    rows, data = [], []
-    for entry in group.entries:
-        summary, tested = entry.summary, group.comparisons.get(entry.name)
-        margin = f" ± {summary.margin:.1f}" if summary.margin is not None else ""
-        each = " ".join(f"{value:.1f}" for value in summary.values)
-        cells = [_short(entry, rules), f"{summary.mean:.1f}{margin}", each]
-        if tested is None:
-            cells += ["", "", "", "baseline"]
-        else:
-            effect = "" if tested.effect is None else f"{tested.effect:+.2f}"
-            p = "" if tested.corrected is None else f"{tested.corrected:.2g}"
-            cells += [difference_in_words(tested.difference), p, effect, tested.verdict(interest)]
-        rows.append(cells)
-        data.append(_plain(entry, tested, interest))
-    notes = [
-        f"test accuracy in %, {len(group.seeds)} partition{'s' * (len(group.seeds) != 1)} (seeds {', '.join(map(str, group.seeds))})"
-        + (f", up to {group.repeats} repeats each, averaged first" if group.repeats > 1 else ""),
-        "differences are paired on the same partition; p: two-sided paired t-test, Holm-corrected for "
-        f"{len(group.comparisons)} comparison{'s' * (len(group.comparisons) != 1)}; effect: mean difference in standard deviations of the differences",
-        *group.remarks,
-    ]
-    return Sheet(group.setting or "all runs", heads, rows, notes, data)
-
-
-def rounds_sheet(group: Group) -> Sheet:
-    """Local epochs × methods, with the difference of each to the baseline."""
-    curves = {entry.name: entry.curve() for entry in group.entries}
-    rules = {entry.rule for entry in group.entries}
-    epochs = sorted(set.intersection(*(set(curve) for curve in curves.values())))
-    others = [entry for entry in group.entries if entry is not group.baseline]
-    base = curves[group.baseline.name]
-    heads = [
-        "epoch",
-        *(_short(entry, rules) for entry in group.entries),
-        *(f"Δ {_short(entry, rules)}" for entry in others),
-    ]
-    rows = [
-        [str(epoch), *(f"{curve[epoch]:.2f}" for curve in curves.values()), *(f"{curves[entry.name][epoch] - base[epoch]:+.2f}" for entry in others)]
-        for epoch in epochs
-    ]  # fmt: skip
-    note = f"mean test accuracy in % over partitions {', '.join(map(str, group.seeds))}; Δ: minus {_short(group.baseline, rules)}"
-    return Sheet(f"{group.setting or 'all runs'}: accuracy over local epochs", heads, rows, [note], curves)
-
-
-def lambda_sheets(group: Group) -> list[Sheet]:
-    """λ per client and epoch, for each method that has one, on its first partition."""
-    sheets = []
-    for method, run in {entry.method: entry.runs[0] for entry in group.entries}.items():
-        raw, effective = run.trace("lambda_raw"), run.trace("lambda_effective")
-        if not raw:
-            continue
-        epochs = sorted(next(iter(raw.values())))
-        same = raw == effective
-        rows = [
-            [str(epoch), *(_lambda(raw[client][epoch], None if same else effective[client][epoch]) for client in raw)]
-            for epoch in epochs
-        ]
-        note = f"partition {run.partition_seed}" + ("" if same else "; raw λ → truly effective λ")
-        sheets.append(Sheet(f"λ of {method}", ["epoch", *raw], rows, [note], {"raw": raw, "effective": effective}))
-    if not sheets:
-        raise RecipeError("none of these runs has a λ (alignment); --layout methods or rounds")
-    return sheets
-
-
-def _lambda(raw: float, effective: float | None) -> str:
-    return f"{raw:.4f}" if effective is None else f"{raw:.4g} → {effective:.4g}"
-
-
-def _short(entry: Entry, rules: set[str]) -> str:
-    return entry.method if len(rules) == 1 else entry.name
-
-
-def _plain(entry: Entry, tested: Comparison | None, interest: float) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "method": entry.method, "rule": entry.rule, "mean": entry.summary.mean, "margin": entry.summary.margin,
-        "by_partition": dict(entry.accuracy), "runs": len(entry.runs),
-    }  # fmt: skip
-    if tested is not None:
-        told |= {
-            "difference": tested.difference.mean, "difference_margin": tested.difference.margin, "p": tested.p,
-            "p_holm": tested.corrected, "effect": tested.effect, "verdict": tested.verdict(interest),
-        }  # fmt: skip
-    return told

@@ -16,31 +16,43 @@ FORMATS = {".md": "md", ".csv": "csv", ".tex": "tex", ".json": "json"}
 
 @app.command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUNS…", help="Run folders, or folders with run folders in them (a sweep).")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUNS…", help="Run folders, folders with run folders in them (a sweep), or records made with --keep.")],
     baseline: Annotated[str | None, typer.Option("--baseline", help="Method the others are compared with; otherwise the first.")] = None,
     rule: Annotated[str | None, typer.Option("--rule", help="A fusion rule, or all; otherwise the one that makes each run's model.")] = None,
-    layout: Annotated[Literal["methods", "rounds", "lambda"], typer.Option("--layout", help="methods; rounds × methods; λ per client and round.")] = "methods",
+    methods: Annotated[list[str] | None, typer.Option("--method", help="Only this method; may be given several times.", metavar="NAME")] = None,
+    layout: Annotated[Literal["methods", "rounds", "lambda", "peaks", "gradients"], typer.Option("--layout", help="methods; rounds × methods; λ per client and round; peaks and falls; angles between gradients.")] = "methods",
+    every: Annotated[int, typer.Option("--every", min=1, help="Show every so many epochs (rounds, lambda).")] = 1,
     interest: Annotated[float, typer.Option("--interest", min=0.01, help="Smallest difference in points that would matter.")] = 1.0,
     common: Annotated[bool, typer.Option("--common", help="Use only partitions that all methods have.")] = False,
     target: Annotated[Path | None, typer.Option("--out", help="Write it: .md, .csv, .tex or .json.")] = None,
+    record: Annotated[Path | None, typer.Option("--keep", help="Also write down the runs, to compare them again without their folders.", metavar="FILE.json")] = None,
 ) -> None:  # fmt: skip
     """Say which method is better and whether the difference is real: paired by partition, tested, in words."""
+    from oneround import layouts
     from oneround.compare import compare as grouped
-    from oneround.compare import find_runs, lambda_sheets, methods_sheet, rounds_sheet
+    from oneround.finished import find_runs, keep
     from oneround.observe.formats import written
     from oneround.protocol import blob
 
     if target is not None and target.suffix not in FORMATS:
         raise RecipeError(f"--out {target}: must end in {', '.join(FORMATS)}")
-    groups = grouped(find_runs(runs), baseline, rule, common=common)
+    found = find_runs(runs)
+    groups = grouped(found, baseline, rule, common=common, only=methods or ())
     sheets = []
     for group in groups:
         if layout == "methods":
-            sheets.append(methods_sheet(group, interest))
+            sheets.append(layouts.methods_sheet(group, interest))
         elif layout == "rounds":
-            sheets.append(rounds_sheet(group))
+            sheets.append(layouts.rounds_sheet(group, every))
+        elif layout == "peaks":
+            sheets.append(layouts.peaks_sheet(group))
+        elif layout == "gradients":
+            sheets.append(layouts.gradients_sheet(group))
         else:
-            sheets += lambda_sheets(group)
+            sheets += layouts.lambda_sheets(group, every)
+    if record is not None:
+        keep(found, record)
+        out.print(f"{len(found)} runs kept in {record}", highlight=False, soft_wrap=True)
     if target is not None:
         blob.write_durably(target, written(sheets, FORMATS[target.suffix]).encode())
         out.print(f"written to {target}", highlight=False)
@@ -70,7 +82,8 @@ def sweep(
 ) -> None:  # fmt: skip
     """Run a grid of methods × α × partitions × seeds × any recipe key; resumable, side by side, with a time budget."""
     from oneround.compare import compare as grouped
-    from oneround.compare import find_runs, methods_sheet
+    from oneround.finished import find_runs
+    from oneround.layouts import methods_sheet
     from oneround.observe.progress import SweepLive
     from oneround.sweep import Grid, cells, read_grid
     from oneround.sweep import sweep as run_all

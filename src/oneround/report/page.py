@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 
-from oneround.compare import Entry, Group, Run, compare, find_runs, methods_sheet
+from oneround.compare import Group, compare
 from oneround.diagnose import diagnose
 from oneround.errors import RecipeError
+from oneround.finished import Run, find_runs
+from oneround.layouts import methods_sheet
 from oneround.observe.diagnosis import SEVERITIES
 from oneround.observe.statistics import Summary
 from oneround.report.charts import Bar, Series, bar_chart, line_chart
@@ -107,8 +109,8 @@ def _same_keys(runs: Sequence[Run]) -> bool:
 
 def _group(group: Group, interest: float, named: bool) -> Html:
     """The verdicts in words, the table behind them, and both as pictures."""
-    sheet, base = methods_sheet(group, interest), _name(group, group.baseline)
-    tested = [(_name(group, entry), group.comparisons[entry.name]) for entry in group.entries if entry.name in group.comparisons]  # fmt: skip
+    sheet, base = methods_sheet(group, interest), group.short(group.baseline)
+    tested = [(group.short(entry), group.comparisons[entry.name]) for entry in group.entries if entry.name in group.comparisons]  # fmt: skip
     verdicts = [tag("li", tag("b", name), f" against {base}: {each.verdict(interest)}") for name, each in tested]
     drawn = [_means(group)]
     if tested:
@@ -127,7 +129,7 @@ def _group(group: Group, interest: float, named: bool) -> Html:
 
 def _means(group: Group) -> Html:
     best = max(entry.summary.mean for entry in group.entries)
-    bars = [_bar(_name(group, entry), entry.summary, 0 if entry.summary.mean == best else 5) for entry in group.entries]
+    bars = [_bar(group.short(entry), entry.summary, 0 if entry.summary.mean == best else 5) for entry in group.entries]
     return bar_chart("Mean with 95 % interval; dots are partitions", bars, "test accuracy, %", most=100)
 
 
@@ -140,17 +142,9 @@ def _mean_in_words(summary: Summary) -> str:
     return f"{summary.mean:.1f}" + (f" ± {summary.margin:.1f}" if summary.margin is not None else "")
 
 
-def _name(group: Group, entry: Entry) -> str:
-    """As short as it can be: what all have in common is left out."""
-    methods, rules = ({getattr(each, key) for each in group.entries} for key in ("method", "rule"))
-    if len(rules) == 1:
-        return entry.method
-    return entry.rule if len(methods) == 1 else entry.name
-
-
 def _curves(group: Group, named: bool) -> Html:
     """The compared lines together; then, of each method, every rule."""
-    lines = [_over_partitions(_name(group, entry), entry.runs, entry.rule) for entry in group.entries]
+    lines = [_over_partitions(group.short(entry), entry.runs, entry.rule) for entry in group.entries if entry.curve()]
     drawn = [line_chart("What is compared", lines, EPOCHS, "test accuracy, %", bounds=(0, 100), shown=score)]
     for method, runs in {entry.method: entry.runs for entry in group.entries}.items():
         rules = [rule for rule in runs[0].result.curves if all(rule in run.result.curves for run in runs)]
