@@ -32,7 +32,7 @@ def table(command: str) -> str:
     kept = [
         f"**{line[3:]}**" if line.startswith("## ") and several else line
         for line in lines
-        if several or line[:3] != "## "
+        if several or not line.startswith("## ")
     ]
     return "\n".join(kept).strip("\n") + "\n"
 

@@ -41,20 +41,6 @@ def terminal_table(rows: Sequence[Row], title: str, baseline: str) -> Table:
     return table
 
 
-def markdown_table(rows: Sequence[Row], baselines: Mapping[str, Mapping[str, Summary]]) -> str:
-    """With every partition's value, and the paired differences to each baseline."""
-    heads = ["rule", "mean ± 95 %", "each partition", *(f"minus {name}" for name in baselines)]
-    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
-    for row in rows:
-        accuracy = row.accuracy
-        measured = len(set(accuracy.values)) > 1  # the centralised bound is one training, the same for all partitions
-        margin = f" ± {accuracy.margin:.1f}" if accuracy.margin and measured else ""
-        each = " ".join(f"{value:.1f}" for value in accuracy.values) if measured else ""
-        differences = [difference_in_words(found.get(row.name)) for found in baselines.values()]
-        lines.append("| " + " | ".join([row.name, f"{accuracy.mean:.1f}{margin}", each, *differences]) + " |")
-    return "\n".join(lines) + "\n"
-
-
 def score_table(rules: Mapping[str, float], clients: Mapping[str, float]) -> Table:
     """One run: every rule, then the clients alone."""
     table = Table(title="test accuracy", title_justify="left", title_style="bold")
