@@ -30,11 +30,11 @@ def digits() -> Dataset:
     return load_dataset(load("fafi").data)
 
 
-def small_recipe(**changes: Any) -> Recipe:
-    """FAFI on digits with a narrow network and one epoch, changed by `a__b=value`."""
+def small_recipe(preset: str = "fafi", **changes: Any) -> Recipe:
+    """A preset on digits with a narrow network and one epoch, changed by `a__b=value`."""
     base = {"model.encoder": {"kind": "cnn", "width": 4}, "training.epochs": 1, "training.batch_size": 64}
     given = {key.replace("__", "."): value for key, value in changes.items()}
-    return load("fafi", [*{**base, **given}.items()])
+    return load(preset, [*{**base, **given}.items()])
 
 
 def labelled(labels: Any, classes: int | None = None, groups: Any = None) -> Dataset:

@@ -21,6 +21,7 @@ from oneround.fusion import Rule, rules
 from oneround.learning import Emit, Learner, silent
 from oneround.learning.anchors import anchors
 from oneround.learning.bank import make_bank, unit_features
+from oneround.learning.reference import make_reference
 from oneround.models import PrototypeNet, initialise
 from oneround.models.prototype import build
 from oneround.protocol import Broadcast, GlobalModel, Upload
@@ -58,9 +59,9 @@ def prepare(
     if recipe.alignment is not None:
         maker = anchors.of(recipe.alignment.anchors)
         extras["anchors"] = maker.make(len(class_names), net.encoder.features, recipe.seeds.initialisation)
-    if recipe.bank is not None:
-        with (server or Site("server")).arithmetic(net.size):
-            extras |= make_bank(broadcast, server, emit)
+    with (server or Site("server")).arithmetic(net.size):
+        extras |= make_bank(broadcast, server, emit) if recipe.bank else {}
+        extras |= make_reference(broadcast, server, emit) if recipe.reference else {}
     return replace(broadcast, extras=extras)
 
 
@@ -83,6 +84,9 @@ def traffic(recipe: Federated, classes: int, channels: int, public: int) -> Traf
     extras = 4 * classes * features if recipe.alignment else 0
     if recipe.bank is not None:
         extras += min(recipe.bank.size, public) * (4 * features + 8)
+    if recipe.reference is not None:
+        size = recipe.reference.size
+        extras += (min(size, public) if recipe.reference.source == "public" else size) * 4 * features
     asked = asked_by(rules_of(recipe), classes, features).values()
     return Traffic(net.size, network + extras, network + 4 * sum(int(torch.Size(shape).numel()) for shape in asked))
 

@@ -83,8 +83,12 @@ class Method:
 
     def _extras(self) -> str:
         extras = [
-            word for word, there in (("anchors", self.recipe.alignment), ("feature bank", self.recipe.bank)) if there
-        ]
+            word
+            for word, there in (
+                ("anchors", self.recipe.alignment), ("feature bank", self.recipe.bank), ("reference features", self.recipe.reference)
+            )
+            if there
+        ]  # fmt: skip
         return "".join(f", {word}" for word in extras)
 
 

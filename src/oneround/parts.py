@@ -80,7 +80,7 @@ _HOMES = {
     "data": "oneround.data",
     "partition": "oneround.data",
     "encoder": "oneround.models",
-    "term": "oneround.learning.objective",
+    "term": "oneround.learning",
     "anchors": "oneround.learning.anchors",
     "weight": "oneround.learning.weights",
     "schedule": "oneround.learning.schedules",

@@ -83,6 +83,8 @@ class Training(Strict):
     epochs: Count = 50
     batch_size: Count = 512
     """Samples per step; each gives two views. A smaller client uses one batch of its own size."""
+    sampling: Literal["shuffle", "balanced"] = "shuffle"
+    """Every sample once an epoch, or every class the client holds equally often."""
     last_batch: Literal["wrap", "keep", "drop"] = "wrap"
     """An incomplete last batch is filled from the start of the same shuffle, kept short, or dropped."""
     learning_rate: Positive = 0.05
@@ -182,14 +184,36 @@ class Alignment(Strict):
         return self
 
 
-class Bank(Strict):
+class Taught(Strict):
+    """Something the server makes with a teacher that it trains on its public images."""
+
+    teacher_epochs: Count = 20
+    teacher: Objective = Field(default={"terms": {name: {} for name in FAFI}}, validate_default=True)
+    """What the teacher minimises; FAFI's four terms unless others are named."""
+
+
+class Bank(Taught):
     """Features of public images, made by a teacher that the server trains on them, sent to every site."""
 
     size: Count = 4096
     """How many features; all public images if there are fewer."""
-    teacher_epochs: Count = 20
-    teacher: Objective = Field(default={"terms": {name: {} for name in FAFI}}, validate_default=True)
-    """What the teacher minimises; FAFI's four terms unless others are named."""
+
+
+class Queue(Strict):
+    """A client's own past features, as more negatives of its contrastive terms."""
+
+    size: Count = 4096
+    warm_up: Annotated[int, Field(ge=0)] = 1
+    """Epochs whose features are not kept."""
+
+
+class Reference(Taught):
+    """A distribution of features that the server sends to all, for the term `reference` to pull towards."""
+
+    source: Literal["public", "sphere", "simplex"] = "public"
+    """Features of public images by the server's teacher; unit vectors in all directions; or one point per class."""
+    size: Count = 1024
+    """How many features stand for the distribution."""
 
 
 class Rails(Strict):
@@ -234,6 +258,10 @@ class Federated(Strict):
     """Left out: none."""
     bank: Bank | None = None
     """Left out: none. Needs public images."""
+    queue: Queue | None = None
+    """Left out: none."""
+    reference: Reference | None = None
+    """Left out: none. Needs public images unless its source is a prior."""
     rails: Rails = Rails()
     trace: Trace = Trace()
     fusion: list[Annotated[Part, In("fusion")]] = Field(default=["iffi"], validate_default=True, min_length=1)
@@ -253,15 +281,24 @@ class Federated(Strict):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Federated:
-        if self.bank is not None and not self.public:
-            raise ValueError("bank: its features come from public images; set public, for example public: 0.1")
+        for name, section in (("bank", self.bank), ("reference", self.reference)):
+            if section is not None and not self.public and getattr(section, "source", "public") == "public":
+                raise ValueError(f"{name}: its features come from public images; set public, for example public: 0.1")
         if len(self.objective.stages) > self.training.epochs:
             raise ValueError(
                 f"training.epochs = {self.training.epochs}: must be ≥ {len(self.objective.stages)}, one for each stage"
             )
-        wanting = [name for name, term in self.objective.terms.items() if getattr(term, "needs_bank", False)]
-        if wanting and self.bank is None:
-            raise ValueError(f"objective.terms.{wanting[0]}: needs a feature bank; add bank: {{}} and public: 0.1")
+        for name, term in self.objective.terms.items():
+            needed = getattr(term, "needs", "")
+            if needed and getattr(self, needed) is None:
+                raise ValueError(f"objective.terms.{name}: needs {needed}; add {needed}: {{}} and public: 0.1")
+        contrasts = any(
+            hasattr(term, "temperature") and hasattr(term, "beta") for term in self.objective.terms.values()
+        )
+        if self.queue is not None and not contrasts:
+            raise ValueError(
+                "queue: no term uses it; add supervised-contrastive or bank-contrastive to objective.terms"
+            )
         return self
 
     @property

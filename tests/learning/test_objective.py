@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from pytorch_metric_learning.losses import SupConLoss
+from torch import Tensor
 from torch.nn import functional as F
 
 from oneround.learning import Batch
-from oneround.learning.objective import active, evaluate, supervised_contrastive
+from oneround.learning.objective import active, evaluate, terms
 from oneround.reading import load
+
+
+def supervised_contrastive(made: Batch, temperature: float) -> Tensor:
+    return terms.parse({"kind": "supervised-contrastive", "temperature": temperature}).loss(made)
 
 
 def batch(n: int, classes: int, seed: int, features: int = 24) -> Batch:
@@ -25,7 +30,7 @@ def batch(n: int, classes: int, seed: int, features: int = 24) -> Batch:
 def test_supcon_agrees_with_pytorch_metric_learning(seed: int, n: int, classes: int, temperature: float) -> None:
     """With many classes and few samples some anchors have no positive."""
     made = batch(n, classes, seed)
-    ours = supervised_contrastive(made.unit, made.labels, temperature)
+    ours = supervised_contrastive(made, temperature)
     theirs = SupConLoss(temperature=temperature)(made.unit, made.labels)
     assert abs(float(ours) - float(theirs)) < 1e-5 * max(1, abs(float(theirs)))
 
@@ -37,19 +42,14 @@ def test_some_of_those_batches_have_anchors_without_positives() -> None:
 
 def test_supcon_without_any_positive_is_zero_and_still_has_a_gradient() -> None:
     unit = F.normalize(torch.randn(3, 4), dim=1).requires_grad_()
-    loss = supervised_contrastive(unit, torch.tensor([0, 1, 2]), 0.07)
+    loss = supervised_contrastive(Batch(unit, torch.tensor([0, 1, 2]), torch.eye(3)), 0.07)
     loss.backward()
     assert float(loss) == 0 and torch.isfinite(unit.grad).all()
 
 
 def test_supcon_floor_is_the_log_of_the_number_of_positives() -> None:
-    unit = F.normalize(torch.ones(33, 4), dim=1)
-    assert (
-        abs(
-            float(supervised_contrastive(unit, torch.zeros(33, dtype=torch.long), 0.07)) - torch.log(torch.tensor(32.0))
-        )
-        < 1e-4
-    )
+    made = Batch(F.normalize(torch.ones(33, 4), dim=1), torch.zeros(33, dtype=torch.long), torch.eye(1))
+    assert abs(float(supervised_contrastive(made, 0.07)) - torch.log(torch.tensor(32.0))) < 1e-4
 
 
 def test_fafi_is_the_sum_of_its_four_terms() -> None:

@@ -14,7 +14,7 @@ from oneround import acts
 from oneround.data import Dataset, Images
 from oneround.errors import RecipeError
 from oneround.learning import Batch
-from oneround.learning.objective import BankFeatures, stage_of, supervised_contrastive
+from oneround.learning.objective import Features, stage_of
 from oneround.protocol import Broadcast, Upload, blob
 from oneround.reading import load, presets
 from oneround.runs import Plan
@@ -101,7 +101,7 @@ def test_stages_over_all_epochs() -> None:
         ({"objective.stages.0.terms": {"bank-contrastive": 0.0}}, "no term counts"),
         ({"training.epochs": 1}, "must be ≥ 2, one for each stage"),
         ({"objective.stages.7.share": 0.5}, "'7' is no place in a list of 2; use 0 to 1"),
-        ({"bank": None}, "needs a feature bank"),
+        ({"bank": None}, "needs bank"),
         ({"public": 0.0}, "its features come from public images"),
     ],
 )
@@ -226,7 +226,8 @@ def test_contrast_with_a_bank_is_its_formula(same_class: str) -> None:
         below = np.log(sum(np.exp(s) for s, _ in terms))
         positives = [s - below for s, positive in terms if positive]
         rows += [-sum(positives) / len(positives)] if positives else []
-    found = supervised_contrastive(z, y, 0.1, BankFeatures(u, v), same_class)
+    term = terms.parse({"kind": "bank-contrastive", "temperature": 0.1, "same_class": same_class})
+    found = term.loss(Batch(z, y, torch.eye(3), bank=Features(u, v)))
     assert float(found) == pytest.approx(np.mean(rows), rel=1e-9)
 
 

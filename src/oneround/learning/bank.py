@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from oneround.data import Images
 from oneround.errors import RecipeError
 from oneround.learning.loop import Emit, Learner
 from oneround.models.prototype import PrototypeNet, on_cpu
 from oneround.protocol import Broadcast
 from oneround.protocol.model import preprocessing
-from oneround.recipe import Federated
+from oneround.recipe import Federated, Taught
 from oneround.seeds import generator
 from oneround.site import Site
 
@@ -26,29 +27,36 @@ def make_bank(broadcast: Broadcast, server: Site | None, emit: Emit) -> dict[str
     """Train the teacher from the broadcast's initial weights; `bank.features` (size, features), `bank.labels` (size,)."""
     recipe = broadcast.recipe
     assert recipe.bank is not None
-    if server is None or server.data is None or len(server.data) == 0:
-        raise RecipeError("bank: the server has no public images; set public, for example --set public=0.1")
-    size, epochs = min(recipe.bank.size, len(server.data)), recipe.bank.teacher_epochs
-    told = f"the server's teacher learns from {len(server.data):,} public images ({epochs} epochs) and makes a bank of {size:,} features"
-    emit({"event": "prepare", "text": told})
-    log.info(told)
-    teacher = Learner(replace(broadcast, recipe=_teachers(recipe)), Site("teacher", server.data, local=server.local))
-    teacher.train(epochs)
-    if teacher.stopped:
-        raise RecipeError(f"bank: the {teacher.stopped}")
+    teacher, images = teach(broadcast, server, recipe.bank, "a bank", emit)
     # Randomly chosen; a bank as large as the public set holds all of it.
-    chosen = torch.randperm(len(server.data), generator=generator(recipe.seeds.initialisation, "bank"))[:size]
-    kept = server.data.take(chosen.sort().values)
+    chosen = torch.randperm(len(images), generator=generator(recipe.seeds.initialisation, "bank"))[: recipe.bank.size]
+    kept = images.take(chosen.sort().values)
+    assert server is not None
     unit = unit_features(teacher.net, kept.batches(server.device, *preprocessing(recipe)))
     return {"bank.features": on_cpu(unit), "bank.labels": kept.labels.clone()}
 
 
-def _teachers(recipe: Federated) -> Federated:
+def teach(broadcast: Broadcast, server: Site | None, options: Taught, what: str, emit: Emit) -> tuple[Learner, Images]:
+    """A teacher trained on the server's public images, and those images."""
+    if server is None or server.data is None or len(server.data) == 0:
+        raise RecipeError(f"{what}: the server has no public images; set public, for example --set public=0.1")
+    epochs = options.teacher_epochs
+    told = f"the server's teacher learns from {len(server.data):,} public images ({epochs} epochs) and makes {what} of features"
+    emit({"event": "prepare", "text": told})
+    log.info(told)
+    site = Site("teacher", server.data, local=server.local)
+    teacher = Learner(replace(broadcast, recipe=_teachers(broadcast.recipe, options)), site)
+    teacher.train(epochs)
+    if teacher.stopped:
+        raise RecipeError(f"{what}: the {teacher.stopped}")
+    return teacher, server.data
+
+
+def _teachers(recipe: Federated, options: Taught) -> Federated:
     """What the teacher does: the same network and training, its own terms, for its own time."""
-    assert recipe.bank is not None
-    plain = recipe.plain()
-    plain |= {"objective": plain["bank"]["teacher"], "bank": None, "alignment": None}
-    plain["training"] |= {"epochs": recipe.bank.teacher_epochs}
+    objective = options.model_dump(mode="json")["teacher"]
+    plain = recipe.plain() | {"objective": objective, "bank": None, "queue": None, "reference": None, "alignment": None}
+    plain["training"] |= {"epochs": options.teacher_epochs}
     return Federated.model_validate(plain)
 
 

@@ -23,6 +23,7 @@ from oneround.errors import OutOfTime, RunError
 from oneround.learning import rails
 from oneround.learning.alignment import instability_threshold
 from oneround.learning.batches import batches
+from oneround.learning.memory import log_prior
 from oneround.learning.objective import stage_of
 from oneround.learning.step import Stepper
 from oneround.models.prototype import on_cpu
@@ -61,9 +62,12 @@ class Learner:
         self.history: list[dict[str, Any]] = []
         self.stopped: str | None = None
         """Why training ended before its time."""
+        self.stepper.prior.copy_(log_prior(self.counts))
         if not self._resume():
             self.net.load_state_dict(broadcast.weights)
             self.stepper.restart()
+            if self.stepper.queue:
+                self.stepper.queue.clear()
             if self.aligner:
                 self.aligner.begin_client(self.counts)
 
@@ -124,7 +128,9 @@ class Learner:
     def _learned(self) -> dict[str, Tensor]:
         """All that training changes; live, not a copy."""
         own = {f"alignment.{name}": value for name, value in self.aligner.live.items()} if self.aligner else {}
-        return {f"net.{name}": value for name, value in self.net.state_dict().items()} | own
+        queue = self.stepper.queue.live if self.stepper.queue else {}
+        kept = own | {f"queue.{name}": value for name, value in queue.items()}
+        return {f"net.{name}": value for name, value in self.net.state_dict().items()} | kept
 
     def _does_not_fit(self) -> str:
         wanted, fits = self.training.batch_size, self.stepper.largest_batch()
@@ -134,7 +140,7 @@ class Learner:
     def _run_epoch(self) -> dict[str, Any]:
         start = told = time.monotonic()
         device, training, who = self.site.device, self.training, (self.site.name, self.epoch)
-        plan = batches(len(self.data), training, generator(self.seed, *who, "shuffle"))
+        plan = batches(self.data.labels.cpu(), training, generator(self.seed, *who, "shuffle"))
         random = generator(self.seed, *who, "augment")
         # Both views of a batch go in one pass. Everything random is drawn on the CPU: every device makes the same views.
         sizes = [2 * len(index) for index in plan]
@@ -148,6 +154,8 @@ class Learner:
             self.stepper.restart()
         if self.aligner:
             self.aligner.begin_epoch(self.epoch, training.epochs, consensus)
+        if self.stepper.queue:
+            self.stepper.queue.begin_epoch(self.epoch)
         with self.stepper.working():
             for step, index in enumerate(chosen):
                 rate = learning_rate(training, (self.epoch + step / len(plan)) / training.epochs)
@@ -196,7 +204,7 @@ class Learner:
         manifest, tensors = blob.read(self._path, "state")
         if (manifest["client"], manifest["recipe_digest"]) != (self.site.name, self.broadcast.digest):
             raise RunError(f"{self._path}: state of another client or recipe; remove it to begin anew")
-        parts: dict[str, dict[str, Tensor]] = {"net": {}, "momentum": {}, "alignment": {}}
+        parts: dict[str, dict[str, Tensor]] = {"net": {}, "momentum": {}, "alignment": {}, "queue": {}}
         for name, tensor in tensors.items():
             part, _, key = name.partition(".")
             parts[part][key] = tensor
@@ -204,6 +212,8 @@ class Learner:
         self.stepper.restart(parts["momentum"])
         if self.aligner:
             self.aligner.load(parts["alignment"], self.counts)
+        for name, kept in self.stepper.queue.live.items() if self.stepper.queue else ():
+            kept.copy_(parts["queue"][name])
         self.epoch, self.history = int(manifest["epoch"]), list(manifest["history"])
         return True
 

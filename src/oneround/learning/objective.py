@@ -2,14 +2,13 @@
 
 FAFI's four terms, with unit features z, labels y, prototypes P:
     CE(z·Pᵀ, y) + SupCon(z, y) + CE(z·Pᵀ/τ, y) + CE(P·Pᵀ/τ, 0…C−1)
-SupCon: Khosla et al., 2020 (the sum over positives outside the logarithm).
-Training may go through stages, each with its own weights of the terms.
+SupCon is in contrastive.py. Training may go through stages, each with its own weights of the terms.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,8 +19,8 @@ from oneround.recipe import NotNegative, Objective, Positive, Stage
 
 
 @dataclass(frozen=True)
-class BankFeatures:
-    """What the server sent of its public images."""
+class Features:
+    """Features that are not of the batch: of the server's public images, or of the client's own past steps."""
 
     unit: Tensor
     """(size, features) of length 1"""
@@ -39,13 +38,19 @@ class Batch:
     """(n,)"""
     prototypes: Tensor
     """(classes, features)"""
-    bank: BankFeatures | None = None
+    prior: Tensor | None = None
+    """(classes,) log of every class's share of the client's samples"""
+    bank: Features | None = None
+    queue: Features | None = None
+    reference: Tensor | None = None
+    """(size, features) of length 1: a distribution to resemble"""
 
 
 class Term(Part):
     """One term of the objective."""
 
-    needs_bank: ClassVar[bool] = False
+    needs: ClassVar[str] = ""
+    """A section the recipe must have for it: `bank`, `reference`."""
 
     weight: NotNegative = 1.0
 
@@ -64,37 +69,15 @@ terms: Slot[Term] = Slot("term", Term)
 class CrossEntropy(Term):
     """CE(z·Pᵀ, y): each feature near its class's prototype."""
 
-    def loss(self, batch: Batch) -> Tensor:
-        return F.cross_entropy(batch.unit @ batch.prototypes.T, batch.labels)
-
-
-@terms.register("supervised-contrastive")
-class SupervisedContrastive(Term):
-    """Views of one label attract, all others repel; the mean runs over anchors that have a positive."""
-
-    temperature: Positive = 0.07
+    adjust: NotNegative = 0.0
+    """Logit adjustment: so many times the log of the client's own class shares is added to the logits."""
 
     def loss(self, batch: Batch) -> Tensor:
-        return supervised_contrastive(batch.unit, batch.labels, self.temperature)
-
-    def floor(self, batch: Batch) -> Tensor:
-        """All positives in one point and everything else far away: log of their number, averaged over anchors."""
-        same = batch.labels[:, None] == batch.labels
-        return (same.sum(1) - 1).clamp(min=1).log().mean()
-
-
-@terms.register("bank-contrastive")
-class BankContrastive(SupervisedContrastive):
-    """Supervised contrast in which every anchor is also pushed from the server's public features."""
-
-    needs_bank: ClassVar[bool] = True
-
-    same_class: Literal["negatives", "ignored", "positives"] = "negatives"
-    """What bank features of the anchor's own class are: negatives like all (label-blind), nothing, or positives."""
-
-    def loss(self, batch: Batch) -> Tensor:
-        assert batch.bank is not None
-        return supervised_contrastive(batch.unit, batch.labels, self.temperature, batch.bank, self.same_class)
+        logits = batch.unit @ batch.prototypes.T
+        if self.adjust:
+            assert batch.prior is not None
+            logits = logits + self.adjust * batch.prior
+        return F.cross_entropy(logits, batch.labels)
 
 
 @terms.register("prototype-feature")
@@ -116,28 +99,6 @@ class PrototypeSeparation(Term):
     def loss(self, batch: Batch) -> Tensor:
         own = torch.arange(len(batch.prototypes), device=batch.prototypes.device)
         return F.cross_entropy(batch.prototypes @ batch.prototypes.T / self.temperature, own)
-
-
-def supervised_contrastive(
-    unit: Tensor, labels: Tensor, temperature: float, bank: BankFeatures | None = None, same_class: str = "negatives"
-) -> Tensor:
-    """−mean over anchors i of mean over positives j of log(e^{s_ij} / Σ_{l≠i} e^{s_il}), s = z·zᵀ/τ; 0 if no anchor has a positive.
-
-    unit (n, features), labels (n,); the bank's features are more columns l, and more positives j if they are to be.
-    """
-    left_out = torch.eye(len(unit), dtype=torch.bool, device=unit.device)
-    positive = (labels[:, None] == labels) & ~left_out
-    others = unit
-    if bank is not None:
-        same = labels[:, None] == bank.labels
-        others = torch.cat([unit, bank.unit])
-        left_out = torch.cat([left_out, same & (same_class == "ignored")], 1)
-        positive = torch.cat([positive, same & (same_class == "positives")], 1)
-    similarity = (unit @ others.T / temperature).masked_fill(left_out, -torch.inf)
-    log_probability = (similarity - similarity.logsumexp(1, keepdim=True)).masked_fill(left_out, 0)
-    positives = positive.sum(1)
-    per_anchor = (log_probability * positive).sum(1) / positives.clamp(min=1)
-    return -per_anchor.sum() / (positives > 0).sum().clamp(min=1)
 
 
 Weighted = dict[str, tuple[Term, float]]

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 from oneround.data.augment import COLUMNS, views
 from oneround.learning import objective, trace
 from oneround.learning.alignment import Aligner
+from oneround.learning.memory import FeatureQueue
 from oneround.models import Encoder, PrototypeNet
 from oneround.models.prototype import build
 from oneround.parts import Part
@@ -79,9 +80,10 @@ class Stepper:
         self.net.zero_grad(set_to_none=True)
         self.encode: Callable[[Tensor], Tensor] = _compiled(self.net.encoder) if compiled else self.net.encoder
         extras = {name: tensor.to(device) for name, tensor in broadcast.extras.items()}
-        self.bank = (
-            objective.BankFeatures(extras["bank.features"], extras["bank.labels"]) if recipe.bank is not None else None
-        )
+        self.bank = objective.Features(extras["bank.features"], extras["bank.labels"]) if recipe.bank else None
+        self.reference = extras["reference.features"] if recipe.reference else None
+        self.queue = FeatureQueue(recipe.queue, self.net.encoder.features, device) if recipe.queue else None
+        self.prior = torch.zeros(broadcast.classes, device=device)
         self.aligner = None
         if recipe.alignment is not None:
             start = broadcast.weights["prototypes"].to(device)
@@ -201,7 +203,16 @@ class Stepper:
             seen = views(pixels, numbers, self.training.augment).contiguous(memory_format=torch.channels_last)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             features = self.encode(seen)
-        batch = objective.Batch(F.normalize(features.float(), dim=1), labels, self.net.prototypes, self.bank)
+        queued = self.queue.features if self.queue else None
+        batch = objective.Batch(
+            F.normalize(features.float(), dim=1),
+            labels,
+            self.net.prototypes,
+            self.prior,
+            self.bank,
+            queued,
+            self.reference,
+        )
         base, values = objective.evaluate(self.now.terms, batch)
         total, measured = base, [base]
         if self.aligner is not None and self.now.aligns:
@@ -214,7 +225,9 @@ class Stepper:
         norm = clip_grad_norm_(clipped, self.training.clip_norm or math.inf)
         self.optimizer.step()
         self.now.sums += torch.stack([total, *measured, *values.values(), norm]).detach()
-        self.seen = objective.Batch(batch.unit.detach(), labels, self.net.prototypes, self.bank)
+        self.seen = replace(batch, unit=batch.unit.detach())
+        if self.queue:
+            self.queue.push(batch)
 
     def _record(self) -> None:
         """Record a step on the fixed buffers; a part that cannot be recorded is run as it is."""

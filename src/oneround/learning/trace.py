@@ -7,6 +7,7 @@ negative cosine undo each other's work.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -26,7 +27,7 @@ def gradients(chosen: Weighted, batch: Batch, align: Callable[[Batch], Tensor] |
     """
     unit = batch.unit.detach().requires_grad_()
     prototypes = batch.prototypes.detach().requires_grad_()
-    there = Batch(unit, batch.labels, prototypes, batch.bank)
+    there = replace(batch, unit=unit, prototypes=prototypes)
     losses: dict[str, Tensor] = {name: term.loss(there) for name, (term, _) in chosen.items()}
     if align is not None:
         losses["alignment"] = align(there)
