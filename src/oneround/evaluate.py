@@ -58,9 +58,18 @@ class Score:
 
 @torch.inference_mode()
 def score_uploads(
-    rules: Mapping[str, Rule], uploads: Sequence[Upload], broadcast: Broadcast, test: Images, server: Site
+    rules: Mapping[str, Rule],
+    uploads: Sequence[Upload],
+    broadcast: Broadcast,
+    test: Images,
+    server: Site,
+    made: dict[str, GlobalModel] | None = None,
 ) -> tuple[dict[str, Score], dict[str, Score]]:
-    """Every rule's score on the same uploads, and every client's alone; one encoder in memory at a time."""
+    """Every rule's score on the same uploads, and every client's alone; one encoder in memory at a time.
+
+    `made`: models of rules that make one network, by name; those that are there are used, those that are not are put there.
+    """
+    made = {} if made is None else made
     together = {name: rule for name, rule in rules.items() if isinstance(rule, EnsembleRule)}
     mean, std = preprocessing(broadcast.recipe)
     device = server.device
@@ -76,8 +85,10 @@ def score_uploads(
             outcome = torch.cat([together[name].scores(sums) for sums in totals[name]])
             scores[name] = Score.of(outcome, test.labels, broadcast.classes)
         else:
-            fused = GlobalModel.of(each.fuse(uploads, broadcast, server), each, broadcast)
-            scores[name] = score_model(fused, test, device)
+            if name not in made:
+                with torch.inference_mode(False):  # a rule may train
+                    made[name] = GlobalModel.of(each.fuse(uploads, broadcast, server), each, broadcast)
+            scores[name] = score_model(made[name], test, device)
     return scores, alone
 
 

@@ -290,7 +290,7 @@ class Federated(Strict):
             )
         for name, term in self.objective.terms.items():
             needed = getattr(term, "needs", "")
-            if needed and getattr(self, needed) is None:
+            if needed in Federated.model_fields and getattr(self, needed) is None:
                 raise ValueError(f"objective.terms.{name}: needs {needed}; add {needed}: {{}} and public: 0.1")
         contrasts = any(
             hasattr(term, "temperature") and hasattr(term, "beta") for term in self.objective.terms.values()

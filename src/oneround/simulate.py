@@ -29,7 +29,7 @@ from oneround.learning.schedules import consensus, spread
 from oneround.observe import pictures
 from oneround.observe.environment import environment
 from oneround.observe.sinks import Sink, opened, pour
-from oneround.protocol import Broadcast, Upload, UploadFolder, blob
+from oneround.protocol import Broadcast, GlobalModel, Upload, UploadFolder, blob
 from oneround.recipe import Recipe
 from oneround.runs import Plan, Result, RunFolder
 from oneround.site import Site, choose_device
@@ -144,6 +144,7 @@ def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit, sinks
     scored = _scored(place, set(rules))
     scores: dict[str, Score] = {}
     alone: dict[str, Score] = {}
+    made: dict[str, GlobalModel] = {}
     spreads = place.read_spreads()
     standing = _standing(place, plan)
     behind = [name for name in clients if spreads and standing[name] != plan.stops[-1] and not place.states(name)]
@@ -162,14 +163,15 @@ def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit, sinks
             continue
         started = time.monotonic()
         with site.arithmetic(plan.traffic.parameters):
-            scores, alone = score_uploads(rules, uploads, broadcast, plan.data.test, site)
-            held = score_uploads(rules, uploads, broadcast, site.validation, site)[0] if site.validation else {}
+            made = {}
+            scores, alone = score_uploads(rules, uploads, broadcast, plan.data.test, site, made)
+            held = score_uploads(rules, uploads, broadcast, site.validation, site, made)[0] if site.validation else {}
         seconds = time.monotonic() - started
         if stop not in scored:
             pour(_record(place, plan, uploads, stop, scores, alone, held, seconds), sinks)
         emit({"event": "snapshot", "epoch": stop, "accuracy": {name: score.accuracy for name, score in scores.items()}})
         log.info("epoch %d: %s", stop, ", ".join(f"{name} {score.accuracy:.2%}" for name, score in scores.items()))
-    _finish(place, plan, site, scores, alone)
+    _finish(place, plan, site, scores, alone, made)
 
 
 def _standing(place: RunFolder, plan: Plan) -> dict[str, int | None]:
@@ -265,9 +267,17 @@ def _record(
     return events
 
 
-def _finish(place: RunFolder, plan: Plan, site: Site, scores: Mapping[str, Score], alone: Mapping[str, Score]) -> None:
+def _finish(
+    place: RunFolder,
+    plan: Plan,
+    site: Site,
+    scores: Mapping[str, Score],
+    alone: Mapping[str, Score],
+    made: Mapping[str, GlobalModel],
+) -> None:
     uploads = place.uploads()
-    acts.fuse(uploads, uploads.broadcast, site).save(place.model)
+    first = plan.recipe.fusion[0].label
+    (made[first] if first in made else acts.fuse(uploads, uploads.broadcast, site)).save(place.model)
     place.write_json(
         "result.json",
         {

@@ -64,12 +64,16 @@ def fuse(
     else:
         options = dict(parse_override(text) for text in sets or [])
         chosen = [rules.of(parse_part("fusion", {"kind": rule, **options}))]
+    there = load_dataset(recipe.data, recipe.local.data_path)
+    site = Plan.of(recipe, there).server(folder)
     usable = []
     for each in chosen:
         lacking = sorted(
             acts.asked_by([each], *uploads.broadcast.weights["prototypes"].shape).keys() - uploads.statistics.keys()
         )
-        if not lacking:
+        if rule == "all" and each.needs_public and site.data is None:
+            err.print(f"{each.kind} is left out: the server has no public images", highlight=False)
+        elif not lacking:
             usable.append(each)
         elif rule == "all":
             err.print(f"{each.kind} is left out: these uploads do not carry its statistics", highlight=False)
@@ -78,8 +82,6 @@ def fuse(
                 f"{each.kind} needs statistics these uploads do not carry ({', '.join(lacking)}); "
                 "name it in the recipe's fusion list and run again"
             )
-    there = load_dataset(recipe.data, recipe.local.data_path)
-    site = Plan.of(recipe, there).server(folder)
     named = {each.label: each for each in usable}
     scores, alone = score_uploads(named, uploads, uploads.broadcast, there.test, site)
     out.print(score_table(*({name: score.accuracy for name, score in part.items()} for part in (scores, alone))))

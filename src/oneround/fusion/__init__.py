@@ -1,6 +1,7 @@
 """From uploads to a model, a file a rule."""
 
 from oneround.fusion import average as average
+from oneround.fusion import distilled as distilled
 from oneround.fusion import ensemble as ensemble
 from oneround.fusion import entropy as entropy
 from oneround.fusion import iffi as iffi

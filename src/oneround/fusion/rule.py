@@ -24,6 +24,11 @@ from oneround.site import Site
 class Rule(Part):
     """A way to turn uploads into one model."""
 
+    @property
+    def needs_public(self) -> bool:
+        """Whether the server must hold images of its own."""
+        return False
+
     def statistics(self, classes: int, features: int) -> Shapes:
         """Names and shapes of the float32 statistics every client must upload for this rule."""
         return {}

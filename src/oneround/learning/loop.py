@@ -45,7 +45,9 @@ def silent(event: dict[str, Any]) -> None:
 class Learner:
     """One site's local training: the network, how far it is, and what it measured. One at a time per device."""
 
-    def __init__(self, broadcast: Broadcast, site: Site, emit: Emit = silent) -> None:
+    def __init__(
+        self, broadcast: Broadcast, site: Site, emit: Emit = silent, teacher: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         if site.data is None or len(site.data) == 0:
             raise RunError(f"{site.name}: no data to train on")
         self.broadcast, self.site, self.emit = broadcast, site, emit
@@ -56,7 +58,7 @@ class Learner:
         )
         self.data: Images = site.data.to(site.device)
         self.counts = self.data.class_counts(broadcast.classes)
-        self.stepper = _stepper(broadcast, site)
+        self.stepper = _stepper(broadcast, site, teacher)
         self.net, self.aligner = self.stepper.net, self.stepper.aligner
         self.epoch = 0
         self.history: list[dict[str, Any]] = []
@@ -228,14 +230,25 @@ def learning_rate(training: Training, progress: float) -> float:
 _held: dict[Any, Stepper] = {}
 
 
-def _stepper(broadcast: Broadcast, site: Site) -> Stepper:
+def _stepper(broadcast: Broadcast, site: Site, teacher: Callable[[Tensor], Tensor] | None) -> Stepper:
     """The one stepper of this process: clients that train one after another share its network and its recording."""
     local, device = site.local, site.device
-    key = (broadcast.digest, broadcast.classes, broadcast.shape, device, site.bf16, local.compile, local.record)
+    key = (
+        broadcast.digest,
+        broadcast.classes,
+        broadcast.shape,
+        device,
+        site.bf16,
+        local.compile,
+        local.record,
+        teacher,
+    )
     if key not in _held:
         _held.clear()
         gc.collect()  # the old one's recording holds device memory until it is really gone
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        _held[key] = Stepper(broadcast, device, bf16=site.bf16, compiled=local.compile, recorded=local.record)
+        _held[key] = Stepper(
+            broadcast, device, bf16=site.bf16, compiled=local.compile, recorded=local.record, teacher=teacher
+        )
     return _held[key]

@@ -44,13 +44,15 @@ class Batch:
     queue: Features | None = None
     reference: Tensor | None = None
     """(size, features) of length 1: a distribution to resemble"""
+    answers: Tensor | None = None
+    """(n, classes) a teacher's scores of the same views"""
 
 
 class Term(Part):
     """One term of the objective."""
 
     needs: ClassVar[str] = ""
-    """A section the recipe must have for it: `bank`, `reference`."""
+    """What must be there for it: a section of the recipe (`bank`, `reference`), or a `teacher`."""
 
     weight: NotNegative = 1.0
 

@@ -70,12 +70,20 @@ class Stepper:
     """A network with its optimiser, and the step that trains it."""
 
     def __init__(
-        self, broadcast: Broadcast, device: torch.device, *, bf16: bool, compiled: bool, recorded: bool
+        self,
+        broadcast: Broadcast,
+        device: torch.device,
+        *,
+        bf16: bool,
+        compiled: bool,
+        recorded: bool,
+        teacher: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        """`teacher`: normalised images → scores, for a term that copies its answers."""
         recipe = broadcast.recipe
         assert recipe.model.encoder is not None
         self.recipe, self.training, self.device, self.bf16 = recipe, recipe.training, device, bf16
-        self.shape = broadcast.shape
+        self.shape, self.teacher = broadcast.shape, teacher
         self.net = _network(recipe.model.encoder, broadcast.shape[0], broadcast.classes, device)
         self.net.zero_grad(set_to_none=True)
         self.encode: Callable[[Tensor], Tensor] = _compiled(self.net.encoder) if compiled else self.net.encoder
@@ -201,6 +209,7 @@ class Stepper:
     def _step(self, pixels: Tensor, labels: Tensor, numbers: Tensor) -> None:
         with torch.no_grad():
             seen = views(pixels, numbers, self.training.augment).contiguous(memory_format=torch.channels_last)
+            answers = self.teacher(seen) if self.teacher else None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             features = self.encode(seen)
         queued = self.queue.features if self.queue else None
@@ -212,6 +221,7 @@ class Stepper:
             self.bank,
             queued,
             self.reference,
+            answers,
         )
         base, values = objective.evaluate(self.now.terms, batch)
         total, measured = base, [base]

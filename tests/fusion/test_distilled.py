@@ -1,0 +1,110 @@
+"""One network that answers as the ensemble does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from oneround import acts
+from oneround.data import Dataset
+from oneround.data.augment import MEAN, STD
+from oneround.errors import RecipeError
+from oneround.fusion import rules
+from oneround.learning.distillation import calibrated, inversions, noise_images
+from oneround.protocol import GlobalModel, UploadFolder
+from oneround.reading import load
+from oneround.runs import Plan, RunFolder
+from oneround.simulate import run
+from oneround.site import Site
+
+
+class Federation:
+    """Five clients of the demo at α = 0.5, a fifth of the images public."""
+
+    def __init__(self, folder: Path, digits: Dataset) -> None:
+        given = {
+            "data": "digits", "partition.alpha": 0.5, "training.epochs": 15, "training.batch_size": 64, "model.encoder": "cnn",
+            "training.augment.crop_scale": [0.6, 1.0], "fusion": [{"kind": "distilled", "epochs": 30}, "typicality-gated"],
+        }  # fmt: skip
+        recipe = load("fafi+distilled", given.items())
+        self.folder, self.digits = folder, digits
+        self.result = run(recipe, folder, data=digits)
+        self.server = Plan.of(recipe, digits).server(folder)
+        self.uploads: UploadFolder = RunFolder(folder).uploads()
+
+    def fused(self, **rule: object) -> GlobalModel:
+        return acts.fuse(self.uploads, self.uploads.broadcast, self.server, rules.parse(rule))
+
+    def answers(self, model: GlobalModel) -> torch.Tensor:
+        return model.predict(self.digits.test.pixels).argmax(1)
+
+
+@pytest.fixture(scope="module")
+def federation(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Federation:
+    return Federation(tmp_path_factory.mktemp("distilled"), digits)
+
+
+def test_the_student_gives_its_teachers_answer(federation: Federation) -> None:
+    """On images neither has seen; the model of the run is the student, one network."""
+    student = GlobalModel.load(federation.folder / "model")
+    teacher = federation.fused(kind="typicality-gated")
+    agreed = (federation.answers(student) == federation.answers(teacher)).float().mean()
+    assert agreed >= 0.95, f"{agreed:.3f}"
+    assert len(list((federation.folder / "model").glob("shard_*"))) == 1
+    right = (federation.answers(student) == federation.digits.test.labels).float().mean()
+    assert float(right) == pytest.approx(federation.result.rules[next(iter(federation.result.rules))])
+
+
+def test_a_student_of_another_kind_from_made_up_images(federation: Federation, tmp_path: Path) -> None:
+    student = federation.fused(
+        kind="distilled", teacher="iffi", student={"kind": "cnn", "width": 8}, images="noise", made_up=300, epochs=40
+    )
+    assert student.inference.net.encoder.features != federation.uploads.broadcast.weights["prototypes"].shape[1]
+    student.save(tmp_path / "small")
+    again = GlobalModel.load(tmp_path / "small")
+    assert torch.equal(again.predict(federation.digits.test.pixels), student.predict(federation.digits.test.pixels))
+    made_up = noise_images((1, 8, 8), 300, federation.uploads.broadcast.recipe.seeds.training).pixels
+    copied, copying = (model.predict(made_up).argmax(1) for model in (federation.fused(kind="iffi"), student))
+    assert len(copied.unique()) > 1 and (copied == copying).float().mean() > 0.6
+
+
+def test_inversions_are_what_the_teacher_takes_for_each_class(federation: Federation) -> None:
+    teacher = federation.fused(kind="iffi").inference.settle().requires_grad_(False)
+    made = inversions(teacher, (1, 8, 8), 10, 60, 1, torch.device("cpu"))
+    normalised = torch.cat(list(made.batches(torch.device("cpu"), MEAN, STD)))
+    right = (teacher(normalised).argmax(1) == made.labels).float().mean()
+    before = torch.cat(list(noise_images((1, 8, 8), 60, 1).batches(torch.device("cpu"), MEAN, STD)))
+    assert right >= 0.5 > 2 * (teacher(before).argmax(1) == made.labels).float().mean()  # half of them are mixes of two
+
+
+def test_calibration_weighs_every_class_alike(digits: Dataset) -> None:
+    """A teacher tilted towards one class is put upright, and labels of a rare class count as much as those of a common one."""
+    skewed = digits.train.take(torch.cat([torch.nonzero(digits.train.labels == label)[: 90 if label else 6, 0] for label in range(10)]))  # fmt: skip
+    device, ridge = torch.device("cpu"), torch.eye(64) * 20
+    x = ((digits.train.pixels.float() / 255 - MEAN) / STD).flatten(1)
+    solved = torch.linalg.solve(x.T @ x + ridge, x.T @ F.one_hot(digits.train.labels, 10).float())
+    tilt = torch.zeros(10).index_fill(0, torch.tensor([3]), 2.0)
+
+    def tilted(images: torch.Tensor) -> torch.Tensor:
+        return 10 * images.flatten(1) @ solved + 10 * tilt
+
+    upright = calibrated(tilted, skewed, 10, device)
+    seen = (digits.test.pixels.float() / 255 - MEAN) / STD
+    before, after = ((teacher(seen).argmax(1) == digits.test.labels) for teacher in (tilted, upright))
+    assert before.float().mean() < 0.3 and after.float().mean() > 0.75
+    rare = digits.test.labels == 0
+    assert after[rare].float().mean() > 0.75
+
+
+def test_without_public_images_it_says_what_to_do(federation: Federation) -> None:
+    for rule in ({}, {"images": "noise", "calibrate": True}):
+        with pytest.raises(RecipeError, match=r"fusion.distilled: the server has no public images; set public"):
+            acts.fuse(
+                federation.uploads,
+                federation.uploads.broadcast,
+                Site("server"),
+                rules.parse({"kind": "distilled", **rule}),
+            )
