@@ -144,10 +144,15 @@ def _measure(learner: Learner, broadcast: Broadcast) -> dict[str, Tensor]:
     """The statistics asked for, from unit features of the site's own images without augmentation."""
     if not statistics_of(broadcast):
         return {}
-    unit = unit_features(learner.net, learner.data.batches(learner.site.device, *preprocessing(broadcast.recipe)))
+    site, shown = learner.site, preprocessing(broadcast.recipe)
+    unit, labels = unit_features(learner.net, learner.data.batches(site.device, *shown)), learner.data.labels
+    held, asked = unit, labels
+    if site.validation is not None and len(site.validation):
+        held, asked = unit_features(learner.net, site.validation.batches(site.device, *shown)), site.validation.labels
     measured: dict[str, Tensor] = {}
     for rule in rules_of(broadcast.recipe):
-        measured |= rule.measure(unit, learner.data.labels, broadcast.classes)
+        measured |= rule.measure(unit, labels, broadcast.classes)
+        measured |= rule.judge(held @ learner.net.prototypes.T, asked.to(site.device), broadcast.classes)
     return {name: value.float().cpu().contiguous() for name, value in measured.items()}
 
 

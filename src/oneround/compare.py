@@ -15,7 +15,7 @@ from oneround.finished import Run
 from oneround.observe.statistics import Comparison, Summary, compared, paired
 from oneround.reading import presets
 
-SETTING = ("data.", "partition.", "model.", "public", "training.epochs")
+SETTING = ("data.", "partition.", "model.", "public", "validation", "label_noise", "training.epochs")
 ASIDE = ("seeds.", "fusion", "snapshots", "method", "trace.", "evaluation.", "rails.")
 
 

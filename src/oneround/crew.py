@@ -47,6 +47,8 @@ class Job:
     """What the simulation tells the client about the others."""
     deadline: float | None = None
     """When to stop between two epochs; the crew's."""
+    held: NDArray[np.int64] | None = None
+    """Samples it held back, to judge its network by."""
 
 
 def crew_size(local: Local, parameters: int, clients: int) -> int:
@@ -117,7 +119,8 @@ def hidden_main() -> Iterator[None]:
 def _train(job: Job, data: Images, emit: Emit) -> str:
     for module in job.local.plugins:
         load_plugin(module)
-    site = Site(job.client, data.take(job.samples), job.state, job.local, job.told, job.deadline)
+    held = None if job.held is None or len(job.held) == 0 else data.take(job.held)
+    site = Site(job.client, data.take(job.samples), job.state, job.local, job.told, job.deadline, held)
     broadcast = _broadcast(job.broadcast, job.broadcast.stat().st_mtime_ns)
     final = job.until == broadcast.recipe.training.epochs
     train(broadcast, site, job.until, emit).write(job.upload, flush=final)  # a lost snapshot is trained again

@@ -237,6 +237,15 @@ class Evaluation(Strict):
     """Feed test images as they are; only to reproduce code that normalised training images alone."""
 
 
+class LabelNoise(Strict):
+    """Wrong labels at some clients, so that judging clients has something to find."""
+
+    clients: Count = 1
+    """How many, drawn at random among those with data."""
+    share: Fraction = 0.4
+    """Of their labels, replaced by another class at random; those held back for validation as well."""
+
+
 class Federated(Strict):
     """The half every site agrees on: hashed, and sent with the Broadcast."""
 
@@ -249,6 +258,8 @@ class Federated(Strict):
     """Who holds what."""
     public: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the training images the server keeps for itself, taken out of every class before the partition."""
+    label_noise: LabelNoise | None = None
+    """Left out: every label is as the data has it."""
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share held back to choose by (snapshots, options of rules): of the public images if there are any, else of every client's."""
     model: Model = Model()

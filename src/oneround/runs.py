@@ -7,17 +7,19 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from oneround import acts
 from oneround.crew import Job, crew_size
-from oneround.data import Dataset, Split, partitions
+from oneround.data import Dataset, Images, Split, partitions
+from oneround.data.partition import spoil
 from oneround.errors import ProtocolError, RecipeError, RunError
 from oneround.learning import Emit, silent
 from oneround.learning.batches import steps_per_epoch
@@ -74,9 +76,18 @@ class RunFolder:
         """What to type to go on."""
         return f"oneround run {self.path} --resume"
 
-    def job(self, client: str, samples: NDArray[np.int64], until: int, local: Local, told: Mapping[str, float]) -> Job:
+    def job(
+        self,
+        client: str,
+        samples: NDArray[np.int64],
+        until: int,
+        local: Local,
+        told: Mapping[str, float],
+        held: NDArray[np.int64] | None = None,
+    ) -> Job:
         """Work for the crew: train that client to the end of an epoch, its state and upload kept here."""
-        return Job(client, samples, self.broadcast, self.upload(client), self.state(client), until, local, told)
+        upload, state = self.upload(client), self.state(client)
+        return Job(client, samples, self.broadcast, upload, state, until, local, told, held=held)
 
     def read_spreads(self) -> dict[int, float]:
         """How far apart the clients' prototypes were after each epoch; kept only where a schedule looks at it."""
@@ -160,7 +171,13 @@ class Plan:
                 f"partition = {settled.partition.label}, seed {settled.seeds.partition}: every client is left with no "
                 "samples, nobody could train; choose another partition.kind, alpha or seed"
             )
-        return Plan(settled, data, split, acts.traffic(settled, data.classes, data.shape[0], len(split.public)))
+        traffic = acts.traffic(settled, data.classes, data.shape[0], len(split.public))
+        return Plan(settled, _mislabelled(settled, data, split), split, traffic)
+
+    def job(self, place: RunFolder, client: str, until: int, told: Mapping[str, float]) -> Job:
+        """Work for the crew: train that client to the end of an epoch."""
+        number = self.clients[client]
+        return place.job(client, self.split.clients[number], until, self.recipe.local, told, self.split.held[number])
 
     def prepare(self, emit: Emit = silent) -> Broadcast:
         """The first act, on this machine: the server holds the public images."""
@@ -197,6 +214,11 @@ class Plan:
             told.append(
                 f"{len(self.split.validation):,} images held back by the clients choose the snapshot: in a real federation the "
                 "clients would have to score the fused models, an exchange more"
+            )
+        noise = self.recipe.label_noise
+        if noise is not None:
+            told.append(
+                f"{100 * noise.share:g} % of the labels of {noise.clients} client(s) are wrong on purpose (label_noise)"
             )
         if self.meets_every_epoch:
             told.append("clients learn of each other's prototypes every epoch: simulation only, not a one-round method")
@@ -241,6 +263,14 @@ class Plan:
             f"  on {device_name(device)}: clients {how}",
             *(f"  note: {remark}" for remark in self.remarks()),
         ]
+
+
+def _mislabelled(recipe: Recipe, data: Dataset, split: Split) -> Dataset:
+    """The data with wrong labels at some clients, where the recipe asks for it."""
+    if recipe.label_noise is None:
+        return data
+    wrong = spoil(data.train.labels.numpy(), split, recipe.label_noise.clients, recipe.label_noise.share, data.classes, recipe.seeds.partition)  # fmt: skip
+    return replace(data, train=Images(data.train.pixels, torch.from_numpy(wrong)))
 
 
 @dataclass(frozen=True)

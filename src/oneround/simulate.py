@@ -70,7 +70,7 @@ def run(
             try:
                 with (
                     opened(recipe, folder) as sinks,
-                    nullcontext(crew) if crew else Crew(data.train, size, emit, deadline) as workers,
+                    nullcontext(crew) if crew else Crew(plan.data.train, size, emit, deadline) as workers,
                 ):
                     _train_and_score(place, plan, workers, emit, sinks)
             except KeyboardInterrupt:
@@ -196,8 +196,7 @@ def _train(
     told = {"consensus": consensus(spreads, stop - 1)}
     clients, sizes = plan.clients, plan.split.sizes
     waiting = [
-        crew.submit(place.job(name, plan.split.clients[clients[name]], stop, plan.recipe.local, told))
-        for name in sorted(names, key=lambda name: -sizes[clients[name]])
+        crew.submit(plan.job(place, name, stop, told)) for name in sorted(names, key=lambda name: -sizes[clients[name]])
     ]
     late: OutOfTime | None = None
     for done in as_completed(waiting):

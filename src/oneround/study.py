@@ -80,6 +80,8 @@ def study(
     recipe: Recipe, folder: Path, partitions: Sequence[int], *, resume: bool = False, emit: Emit = silent
 ) -> Study:
     """Run the recipe on each partition seed, and once on all data together."""
+    if recipe.label_noise is not None:
+        raise RecipeError("label_noise: a study has one set of labels for all its partitions; use oneround sweep")
     begun = [folder / f"partition_{seed}" for seed in partitions if (folder / f"partition_{seed}/recipe.yaml").exists()]
     if begun and not resume:
         raise RecipeError(f"{folder}: there is a run here already; go on with --resume, or choose another --out")

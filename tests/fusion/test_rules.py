@@ -227,7 +227,7 @@ def test_all_rules_in_one_pass_are_each_rule_alone(federation: Federation, digit
 def test_the_order_of_uploads_does_not_matter(federation: Federation, digits: Dataset) -> None:
     _, broadcast, uploads = federation
     images = digits.test.pixels[:20].float() / 255
-    for kind in rules.kinds:
+    for kind in (kind for kind in rules.kinds if not rules.parse(kind).needs_public):
         with torch.no_grad():
             forth, back = (
                 acts.fuse(order, broadcast, rule=rules.parse(kind))(images) for order in (uploads, uploads[::-1])

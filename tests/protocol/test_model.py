@@ -18,7 +18,7 @@ from oneround.protocol import Broadcast, GlobalModel, Upload
 from oneround.recipe import Recipe
 
 Federation = tuple[Recipe, Broadcast, list[Upload]]
-ALL = sorted(rules.kinds)
+ALL = sorted(kind for kind in rules.kinds if not rules.parse(kind).needs_public)
 
 
 def model_of(federation: Federation, kind: str) -> GlobalModel:

@@ -47,6 +47,8 @@ class Split:
     """The samples the server keeps; no client holds any of them."""
     validation: Index
     """The samples held back to choose by; nobody trains on them."""
+    held: tuple[Index, ...]
+    """Which of those each client held back itself; none where they come from the public images."""
 
     @property
     def sizes(self) -> list[int]:
@@ -148,21 +150,34 @@ def _hold_back(samples: Index, share: float, random: Random) -> tuple[Index, Ind
 def _split(dealt: list[Index], public: Index, data: Dataset, validation: float, seed: int) -> Split:
     labels = data.train.labels.numpy()
     random = Random(derive(seed, "validation") % 2**32)
-    held: list[Index] = []
+    held: list[Index] = [np.empty(0, np.int64) for _ in dealt]
+    chosen = held[0]
     if len(public):
-        public, mine = _hold_back(public, validation, random)
-        held.append(mine)
+        public, chosen = _hold_back(public, validation, random)
     elif validation:
         pairs = [_hold_back(client, validation, random) for client in dealt]
         dealt, held = [kept for kept, _ in pairs], [mine for _, mine in pairs]
-    chosen = np.unique(np.concatenate(held)) if held else np.empty(0, np.int64)
+        chosen = np.unique(np.concatenate(held))
     clients = tuple(np.setdiff1d(client, chosen).astype(np.int64) for client in dealt)
     counts = np.stack([np.bincount(labels[client], minlength=data.classes) for client in clients]).astype(np.int64)
     holders = np.bincount(np.concatenate(clients), minlength=len(labels))
     digest = hashlib.sha256(data.fingerprint.encode())
     for client in clients:
         digest.update(f"/{len(client)}/".encode() + client.tobytes())
-    return Split(clients, counts, int((holders > 1).sum()), digest.hexdigest(), public, chosen)
+    return Split(clients, counts, int((holders > 1).sum()), digest.hexdigest(), public, chosen, tuple(held))
+
+
+def spoil(labels: Index, split: Split, clients: int, share: float, classes: int, seed: int) -> Index:
+    """Labels with that share of so many clients' samples, trained on or held back, moved to another class at random."""
+    random, wrong = Random(derive(seed, "label noise") % 2**32), labels.copy()
+    with_data = [number for number, size in enumerate(split.sizes) if size]
+    if clients > len(with_data):
+        raise RecipeError(f"label_noise.clients = {clients}: must be ≤ {len(with_data)}, the clients with data")
+    for number in np.sort(random.permutation(with_data)[:clients]):
+        mine = np.concatenate([split.clients[number], split.held[number]])
+        chosen = random.permutation(mine)[: round(share * len(mine))]
+        wrong[chosen] = (labels[chosen] + random.randint(1, max(2, classes), len(chosen))) % classes
+    return wrong
 
 
 def _shares(random: Random, alpha: float, parts: int) -> NDArray[np.float64]:

@@ -59,6 +59,9 @@ class Distilled(Rule):
     def measure(self, unit: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
         return self._teacher.measure(unit, labels, classes)
 
+    def judge(self, logits: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
+        return self._teacher.judge(logits, labels, classes)
+
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
         fused = self._teacher.fuse(uploads, broadcast, server)
         if isinstance(fused, Ensemble):

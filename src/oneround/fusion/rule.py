@@ -37,6 +37,10 @@ class Rule(Part):
         """Client side: those statistics, from the unit features (n, features) of the client's own images."""
         return {}
 
+    def judge(self, logits: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
+        """Client side: statistics of how well its network answers on images it held back (else on those it trained on)."""
+        return {}
+
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
         """Server side: the model, on the server's device. Rules may use the images the server holds itself."""
         raise NotImplementedError
