@@ -48,6 +48,12 @@ class Score:
         """Accuracy on each class; None where the test set has none."""
         return [row[label] / sum(row) if sum(row) else None for label, row in enumerate(self.confusion)]
 
+    def on_mix(self, counts: Sequence[int]) -> float | None:
+        """Accuracy on images that come in a client's own mix of classes; of those the test set has."""
+        pairs = [(count, value) for count, value in zip(counts, self.per_class, strict=True) if value is not None]
+        total = sum(count for count, _ in pairs)
+        return sum(count * value for count, value in pairs) / total if total else None
+
     def plain(self) -> dict[str, Any]:
         return {
             "accuracy": self.accuracy,
@@ -120,3 +126,27 @@ def score_model(model: GlobalModel, test: Images, device: torch.device) -> Score
         inference = model.inference.to(device)
         outcome = [inference(images) for images in test.batches(device, model.mean, model.std)]
     return Score.of(torch.cat(outcome), test.labels, len(model.class_names))
+
+
+@torch.inference_mode()
+def score_personal(
+    rules: Mapping[str, Rule],
+    scores: Mapping[str, Score],
+    alone: Mapping[str, Score],
+    uploads: Sequence[Upload],
+    broadcast: Broadcast,
+    test: Images,
+    server: Site,
+) -> dict[str, dict[str, float | None]]:
+    """Accuracy on every client's own mix of classes: of each rule's model, of the client alone, of what a rule makes for it."""
+    mixes = {upload.client: upload.class_counts.tolist() for upload in uploads}
+    found = {name: {client: score.on_mix(mix) for client, mix in mixes.items()} for name, score in scores.items()}
+    found["alone"] = {client: alone[client].on_mix(mix) for client, mix in mixes.items()}
+    for name, rule in rules.items():
+        own = {}
+        for client, model in rule.personal(uploads, broadcast, server):
+            score = score_model(GlobalModel.of(model, rule, broadcast), test, server.device)
+            own[client] = score.on_mix(mixes[client])
+        if own:
+            found[f"{name}, personal"] = own
+    return found

@@ -67,10 +67,19 @@ class Part(Strict):
     @property
     def label(self) -> str:
         """Its kind and what differs from the defaults: `typicality-gated beta=2.0`."""
-        return self.words(self.model_dump(exclude_defaults=True))
+        usual = {name: field.default for name, field in type(self).model_fields.items()}
+        told = {name: getattr(self, name) for name in usual}
+        differs = {name: value for name, value in told.items() if value != usual[name]}
+        return self.words({name: value for name, value in differs.items() if not _is_plain(value, usual[name])})
 
     def words(self, options: dict[str, Any]) -> str:
-        return " ".join([self.kind, *(f"{key}={value}" for key, value in options.items())])
+        shown = {key: value.label if isinstance(value, Part) else value for key, value in options.items()}
+        return " ".join([self.kind, *(f"{key}={value}" for key, value in shown.items())])
+
+
+def _is_plain(value: Any, usual: Any) -> bool:
+    """Whether a part is the one a name stands for, with nothing changed."""
+    return isinstance(value, Part) and value.label == usual
 
 
 P = TypeVar("P", bound=Part)

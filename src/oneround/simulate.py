@@ -23,7 +23,7 @@ from oneround import acts
 from oneround.crew import Crew, crew_size
 from oneround.data import Dataset, load_dataset
 from oneround.errors import Interrupted, OutOfTime, ProtocolError, RecipeError, RunError
-from oneround.evaluate import Score, score_uploads
+from oneround.evaluate import Score, score_personal, score_uploads
 from oneround.learning import Emit, silent
 from oneround.learning.schedules import consensus, spread
 from oneround.observe import pictures
@@ -275,6 +275,7 @@ def _finish(
     made: Mapping[str, GlobalModel],
 ) -> None:
     uploads = place.uploads()
+    rules = {rule.label: rule for rule in acts.rules_of(plan.recipe)}
     first = plan.recipe.fusion[0].label
     (made[first] if first in made else acts.fuse(uploads, uploads.broadcast, site)).save(place.model)
     place.write_json(
@@ -288,6 +289,7 @@ def _finish(
             "remarks": plan.remarks(),
             "rules": {name: score.plain() for name, score in scores.items()},
             "clients": {name: score.plain() for name, score in alone.items()},
+            "personalised": score_personal(rules, scores, alone, uploads, uploads.broadcast, plan.data.test, site),
         },
     )
     curves = Result.read(place.path).curves

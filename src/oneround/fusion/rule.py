@@ -45,6 +45,12 @@ class Rule(Part):
         """Server side: the model, on the server's device. Rules may use the images the server holds itself."""
         raise NotImplementedError
 
+    def personal(
+        self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site
+    ) -> Iterator[tuple[str, Inference]]:
+        """The model each client would go on with itself, by client, for rules that make one."""
+        return iter(())
+
     def restore(
         self, shards: Sequence[dict[str, Tensor]], recipe: Federated, channels: int, classes: int, streamed: bool
     ) -> Inference:

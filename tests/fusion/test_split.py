@@ -1,0 +1,142 @@
+"""Base and head: how much is shared, what is averaged, and what a client goes on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.spatial.distance import jensenshannon
+
+from conftest import small_recipe
+from oneround import acts
+from oneround.data import Dataset
+from oneround.errors import RecipeError
+from oneround.fusion import rules
+from oneround.fusion.average import average_weights
+from oneround.fusion.split import SplitExperts, shared_blocks, similarity
+from oneround.models.blocks import blocks
+from oneround.models.encoders import encoders
+from oneround.models.prototype import build
+from oneround.protocol import Broadcast, GlobalModel, Upload
+from oneround.reading import load
+from oneround.runs import RunFolder
+from oneround.simulate import run
+from oneround.site import Site
+
+
+@pytest.mark.parametrize("kind", sorted(encoders.kinds))
+def test_blocks_hold_every_tensor_once_and_in_order(kind: str) -> None:
+    net = build(encoders.parse(kind), 3, 10)
+    found = blocks(net)
+    assert sorted(name for block in found for name in block) == sorted(net.state_dict())
+    assert found[-1] == ["prototypes"] and len(found) >= 4
+    names = list(net.state_dict())
+    if kind != "cnn":  # its layers are kept in two lists side by side
+        depth = {name: number for number, block in enumerate(found) for name in block}
+        order = [depth[name] for name in names if name != "prototypes"]
+        assert order == sorted(order)
+
+
+def test_alike_is_one_minus_the_distance_of_labels() -> None:
+    counts = torch.tensor([[10, 0, 5], [1, 1, 1], [0, 7, 0], [20, 0, 10]])
+    found = similarity(counts)
+    for one in range(4):
+        for other in range(4):
+            wanted = 1 - jensenshannon(counts[one].numpy(), counts[other].numpy(), base=2)
+            assert float(found[one, other]) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_equal_labels_share_all_blocks_and_disjoint_ones_share_one() -> None:
+    equal, apart = torch.tensor([[5, 5, 0, 9]] * 3), torch.eye(4)[:3] * 7
+    for chosen in ("all", "each"):
+        assert shared_blocks(equal, 10, chosen) == [9, 9, 9]  # the last block is the prototypes: never shared
+        assert shared_blocks(apart, 10, chosen) == [1, 1, 1]
+    assert shared_blocks(equal[:1], 10, "all") == [9]
+    assert shared_blocks(torch.ones(2, 4), 10, "client") == [9, 9] and shared_blocks(apart, 10, "client") == [1, 1, 1]
+    mixed = torch.tensor([[8, 0, 0, 0], [8, 1, 0, 0], [0, 0, 3, 3]])
+    assert shared_blocks(mixed, 10, "each")[0] > shared_blocks(mixed, 10, "each")[2] == 1
+    assert len(set(shared_blocks(mixed, 10, "client"))) == 1, "only what every client shares is averaged"
+
+
+@pytest.fixture(scope="module")
+def federation(digits: Dataset) -> tuple[Broadcast, list[Upload]]:
+    recipe = acts.settle(small_recipe(training__epochs=2), digits)
+    broadcast = acts.prepare(recipe, digits.class_names, digits.shape)
+    labels = digits.train.labels
+    holds = [torch.nonzero((labels >= low) & (labels < low + 6))[: 80 + 40 * low, 0] for low in (0, 1, 4)]
+    return broadcast, [acts.train(broadcast, Site(f"c{k}", digits.train.take(mine))) for k, mine in enumerate(holds)]
+
+
+@pytest.mark.parametrize("chosen", ["all", "each", "client"])
+def test_shared_blocks_are_averaged_and_others_are_the_clients_own(
+    chosen: str, federation: tuple[Broadcast, list[Upload]]
+) -> None:
+    broadcast, uploads = federation
+    rule = rules.parse({"kind": "split", "chosen": chosen, "restate": "none"})
+    experts = SplitExperts(rule, uploads, broadcast, Site("server"))
+    if chosen == "each":
+        experts.shared = [3, 2, 1]
+        experts.means = experts._means()
+    for number, (expert, upload) in enumerate(zip(experts, uploads, strict=True)):
+        held = expert.net.state_dict()
+        for depth, names in enumerate(experts.blocks):
+            sharers = [each for each, shared in zip(uploads, experts.shared, strict=True) if shared > depth]
+            mean = average_weights(sharers) if sharers else {}
+            source = mean if depth < experts.shared[number] else upload.weights
+            assert all(torch.equal(held[name], source[name]) for name in names), (number, depth)
+
+
+def test_statistics_measured_anew_are_those_of_the_images(
+    digits: Dataset, federation: tuple[Broadcast, list[Upload]]
+) -> None:
+    broadcast, uploads = federation
+    rule = rules.parse({"kind": "split", "restate": "public"})
+    public = digits.train.take(torch.arange(300))
+    expert = next(iter(SplitExperts(rule, uploads, broadcast, Site("server", public))))
+    first = expert.net.encoder.convolutions[0]((public.pixels.float() / 255 - 0.5) / 0.5)
+    assert torch.allclose(expert.net.encoder.norms[0].running_mean, first.mean((0, 2, 3)), atol=1e-5)
+    with pytest.raises(RecipeError, match=r"fusion.split: the server has no public images"):
+        acts.fuse(uploads, broadcast, rule=rule)
+
+
+def test_a_run_is_judged_globally_and_on_every_clients_own_mix(digits: Dataset, tmp_path: Path) -> None:
+    recipe = small_recipe("split", training__epochs=3, snapshots=0, local__workers=1, partition__alpha=0.3)
+    run(recipe, tmp_path / "run", data=digits)
+    told = json.loads((tmp_path / "run" / "result.json").read_text())
+    split = next(iter(told["rules"]))
+    assert set(told["personalised"]) == {*told["rules"], "alone", f"{split}, personal"}
+    uploads = RunFolder(tmp_path / "run").uploads()
+    personal = dict(rules.of(recipe.fusion[0]).personal(uploads, uploads.broadcast, Site("server")))
+    for upload in uploads:
+        counts = upload.class_counts.numpy()
+        right = told["clients"][upload.client]["per_class"]
+        assert told["personalised"]["alone"][upload.client] == pytest.approx(np.average(right, weights=counts))
+        model = GlobalModel.of(personal[upload.client], rules.of(recipe.fusion[0]), uploads.broadcast)
+        correct = (model.predict(digits.test.pixels).argmax(1) == digits.test.labels).numpy()
+        each = [correct[(digits.test.labels == label).numpy()].mean() for label in range(10)]
+        wanted = np.average(each, weights=counts)
+        assert told["personalised"][f"{split}, personal"][upload.client] == pytest.approx(wanted)
+    again = GlobalModel.load(tmp_path / "run" / "model")
+    score = float((again.predict(digits.test.pixels).argmax(1) == digits.test.labels).float().mean())
+    assert score == pytest.approx(told["rules"][split]["accuracy"])
+
+
+def test_an_inner_rule_that_does_not_fit_is_refused() -> None:
+    for inner in ("average", "typicality-gated", "distilled"):
+        with pytest.raises(RecipeError, match="must be a rule that keeps networks and asks for no statistics"):
+            load("split", [("fusion", [{"kind": "split", "inner": inner}])])
+
+
+def test_bases_averaged_heads_aligned_and_distilled(
+    digits: Dataset, federation: tuple[Broadcast, list[Upload]]
+) -> None:
+    """Differentiated aggregation is a composition of the three."""
+    broadcast, uploads = federation
+    teacher = {"kind": "split", "inner": "aligned-iffi"}
+    rule = rules.parse({"kind": "distilled", "teacher": teacher, "epochs": 2, "images": "noise", "made_up": 128})
+    model = acts.fuse(uploads, broadcast, rule=rule)
+    assert model.predict(digits.test.pixels[:5]).shape == (5, 10)
+    assert sum(1 for _ in model.inference.shards()) == 1
