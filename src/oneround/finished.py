@@ -15,7 +15,17 @@ from oneround.protocol import blob
 from oneround.runs import Result, RunFolder
 
 FORMAT = "oneround runs 1"
-TRACED = ("base", "align", "lambda_raw", "s", "lambda_effective", "sigma_base", "sigma_align", "entropy")
+TRACED = (
+    "base",
+    "align",
+    "lambda_raw",
+    "s",
+    "lambda_effective",
+    "lambda_applied",
+    "sigma_base",
+    "sigma_align",
+    "entropy",
+)
 COSINE = "cosine of "
 Traces = dict[str, dict[str, dict[int, float]]]
 

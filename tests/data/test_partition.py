@@ -145,5 +145,14 @@ def test_what_is_held_back_is_trained_on_by_nobody(
 
 def test_what_is_held_back_of_shared_samples_is_held_back_from_all() -> None:
     rule = partitions.parse({"kind": "dirichlet-overlap", "clients": 5, "alpha": 0.5})
-    found = rule.split(labelled(np.repeat(np.arange(10), 50)), 1, 0.0, 0.2)
+    data = labelled(np.repeat(np.arange(10), 50))
+    whole, found = (rule.split(data, 1, 0.0, share) for share in (0.0, 0.2))
+    assert all(0.7 * size < kept < 0.9 * size for size, kept in zip(whole.sizes, found.sizes, strict=True))
+    assert min(rule.split(data, 1, 0.0, 0.99).sizes) > 0, "nobody is left with nothing"
     assert found.shared and len(found.validation) and not set(found.validation) & set(np.concatenate(found.clients))
+
+
+def test_the_fewest_samples_are_counted_after_some_are_held_back() -> None:
+    rule = partitions.parse({"kind": "iid", "clients": 3, "minimum": 40})
+    with pytest.raises(RecipeError, match=r"partition.minimum = 40: no draw"):
+        rule.split(labelled(np.repeat(np.arange(10), 15)), 1, 0.0, 0.5)

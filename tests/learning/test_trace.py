@@ -77,7 +77,7 @@ def trained(digits: Dataset, preset: str, **changes: Any) -> Upload:
 def test_every_term_is_in_the_trace_and_tracing_changes_nothing(digits: Dataset) -> None:
     upload = trained(digits, "v12", training__epochs=3, trace__every=1)
     wanted = {"loss", "base", "align", "cross-entropy", "supervised-contrastive", "prototype-feature", "prototype-separation", "lambda_raw",
-              "s", "lambda_effective", "sigma_base", "sigma_align", "entropy", "gradient_norm", "gradients", "spread"}  # fmt: skip
+              "s", "lambda_effective", "lambda_applied", "sigma_base", "sigma_align", "entropy", "gradient_norm", "gradients", "spread"}  # fmt: skip
     assert all(wanted <= entry.keys() for entry in upload.history)
     untraced = trained(digits, "v12", training__epochs=3, trace__every=0)
     assert all("gradients" not in entry for entry in untraced.history)
@@ -116,6 +116,30 @@ def test_a_weight_out_of_range_is_told_with_client_epoch_weight_and_cause(digits
     )
     assert "rails.largest_weight = 8" in trouble[0] and "L_base/(s·L_align)" in trouble[0]
     assert upload.epoch == 6 and not upload.stopped
+
+
+def test_what_acted_is_judged_also_in_the_last_epoch(digits: Dataset) -> None:
+    """s falls to 0 at the end, so λ·s as logged for the epoch to come is 0, whatever acted in the last."""
+    upload = trained(digits, "v12", training__epochs=4)
+    for entry in upload.history:
+        s = 1 - (entry["epoch"] - 1) / 4
+        assert entry["lambda_applied"] == pytest.approx(entry["lambda_raw"] * s)
+    assert upload.history[-1]["lambda_effective"] == 0 < upload.history[-1]["lambda_applied"]
+    recipe = load("v12", [("rails.largest_weight", 100.0)])
+    seen = {"epoch": 9, "loss": 1.0, "gradient_norm": 1.0, "base": 1.0, "align": 0.1, "s": 0.1, "sigma_align": 0.1}
+    assert rails.look(recipe, {**seen, "lambda_raw": 500.0, "lambda_applied": 99.0}, 1e9) is None
+    told = rails.look(recipe, {**seen, "lambda_raw": 500.0, "lambda_applied": 101.0, "lambda_effective": 0.0}, 1e9)
+    assert told is not None and told.kind == "weight" and "λ = 101" in told.text
+
+
+def test_sigma_that_runs_away_is_named_and_a_client_can_go_on_without_it(digits: Dataset) -> None:
+    told: list[dict[str, Any]] = []
+    wild = {"training__epochs": 3, "alignment__weight__rate": 1e6}
+    acting = sent(digits, "v10", **wild, rails__on_explosion="clamp")
+    upload = acts.train(acting, Site("ward", few(digits)), emit=told.append)
+    (text,) = {event["text"] for event in told if event["event"] == "trouble"}
+    assert "σ ran away" in text and "alignment.weight.rate = 1e+06" in text and "its alignment is dropped" in text
+    assert upload.epoch == 3 and not upload.stopped
 
 
 def test_clamp_holds_the_weight_at_the_limit(digits: Dataset) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from conftest import labelled, small_recipe
 from oneround.data import partitions
 from oneround.errors import RecipeError
-from oneround.learning.alignment import instability_threshold, label_entropy
+from oneround.learning.alignment import Aligner, instability_threshold, label_entropy
 from oneround.learning.guards import Guard, guards
 from oneround.learning.schedules import consensus, schedules, spread
 from oneround.learning.weights import Now, Weight, weights
@@ -181,11 +181,27 @@ def test_the_coupled_form_shrinks_the_networks_gradient_and_rescaling_undoes_it(
     assert np.isclose(float(weights.parse(coupled).scale(now(state))), 1 / 16)
     assert weights.parse({**coupled, "rescale": True}).scale(now(state)) == 1.0
     assert weights.parse("uncertainty").scale(now(state)) == 1.0
-    plain, rescaled = (
-        weights.parse(coupled).loss(now(state)),
-        weights.parse({**coupled, "rescale": True}).loss(now(state)),
-    )
-    assert plain is not None and rescaled is not None and np.isclose(float(rescaled), 16 * float(plain))
+    plain, rescaled = (weights.parse({**coupled, "rescale": how}) for how in (False, True))
+    assert np.isclose(float(rescaled.own_scale(now(state))), 16 * float(plain.own_scale(now(state))))
+
+
+@pytest.mark.parametrize(
+    "guard", [{"kind": "hinge", "most": 3.0, "gamma": 1.0}, {"kind": "inverse-variance", "gamma": 0.5}]
+)
+def test_rescaling_leaves_a_guard_as_strong_as_it_is(guard: dict[str, Any]) -> None:
+    """The penalty is rescaled with the rest: λ comes to rest where it does without rescaling."""
+    pulls = []
+    for how in (False, True):
+        more = [("alignment.weight.rescale", how), ("alignment.weight.coupled", True), ("alignment.guard", guard)]
+        recipe = load("v12", more)
+        assert recipe.alignment is not None
+        made = Aligner(recipe, recipe.alignment, torch.zeros(4, 6), torch.zeros(4, 6))
+        made.begin_client(torch.tensor([5, 5, 5, 5]))
+        made.begin_epoch(0, 10, 1.0)
+        total = made.weigh(torch.tensor(2.0), torch.tensor(0.0), torch.tensor(0.3))
+        pulls.append(torch.stack(torch.autograd.grad(total, [made.variables["a"], made.variables["b"]])))
+        sigma = float(made.variables["a"].detach().exp())
+    assert torch.allclose(pulls[1], 2 * sigma * pulls[0], rtol=1e-5)
 
 
 # --- the threshold ---------------------------------------------------------------------------------------------------

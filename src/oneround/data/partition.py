@@ -121,7 +121,8 @@ class Partition(Part):
         best = -1
         for _ in range(TRIES):
             dealt = self.deal(pool, random, mix)
-            smallest = min(len(client) for client in dealt)
+            held = 0.0 if public else validation
+            smallest = min(len(client) - int(held * len(client)) for client in dealt)
             if smallest >= self.minimum:
                 return _split([rest[client] for client in dealt], kept, data, validation, seed)
             best = max(best, smallest)
@@ -154,10 +155,15 @@ def _split(dealt: list[Index], public: Index, data: Dataset, validation: float, 
     chosen = held[0]
     if len(public):
         public, chosen = _hold_back(public, validation, random)
-    elif validation:
-        pairs = [_hold_back(client, validation, random) for client in dealt]
-        dealt, held = [kept for kept, _ in pairs], [mine for _, mine in pairs]
-        chosen = np.unique(np.concatenate(held))
+    elif validation and len(np.unique(np.concatenate(dealt))) == sum(map(len, dealt)):
+        held = [_hold_back(client, validation, random)[1] for client in dealt]
+        chosen = np.sort(np.concatenate(held))
+    elif validation:  # shared samples are held back from all who have them, so they are drawn for all together
+        chosen = _hold_back(np.unique(np.concatenate(dealt)), validation, random)[1]
+        left = [np.setdiff1d(client, chosen) for client in dealt]
+        needed = [client[:1] for client, kept in zip(dealt, left, strict=True) if len(client) and not len(kept)]
+        chosen = np.setdiff1d(chosen, np.concatenate(needed)) if needed else chosen
+        held = [np.intersect1d(client, chosen) for client in dealt]
     clients = tuple(np.setdiff1d(client, chosen).astype(np.int64) for client in dealt)
     counts = np.stack([np.bincount(labels[client], minlength=data.classes) for client in clients]).astype(np.int64)
     holders = np.bincount(np.concatenate(clients), minlength=len(labels))

@@ -80,7 +80,8 @@ class Aligner:
         total = self.weight.scale(now) * (base + self._let_through(raw) * align)
         learned = self.weight.loss(now)
         if learned is not None:
-            total = total + learned + self.guard.penalty(now.state)
+            own = self.weight.own_scale(now) * (learned + self.guard.penalty(now.state))
+            total = total + torch.where(self.ceiling > 0, own, torch.zeros_like(own))  # dropped: nothing to learn
         with torch.no_grad():
             self.raw.copy_(raw)
             for name, value in self.weight.remember(now).items():
@@ -99,12 +100,14 @@ class Aligner:
         self.s.fill_(self.schedule.factor(epoch / epochs, consensus))
 
     def report(self, epoch: int, epochs: int, consensus: float) -> dict[str, float]:
-        """λ and its parts after an epoch (from 0): raw λ of its last step, s as it is from here, and what they make."""
+        """λ and its parts after an epoch (from 0): what acted in its last step; raw λ, s as it is from here, and what they make."""
+        applied = float(self._let_through(self.raw))
         self.s.fill_(self.schedule.factor((epoch + 1) / epochs, consensus))
         told = {
             "lambda_raw": float(self.raw),
             "s": float(self.s),
             "lambda_effective": float(self._let_through(self.raw)),
+            "lambda_applied": applied,
             "entropy": float(self.entropy),
         }
         if isinstance(self.weight, Uncertainty):

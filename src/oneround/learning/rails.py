@@ -19,16 +19,11 @@ class Trouble(NamedTuple):
 
 def look(recipe: Federated, measured: dict[str, Any], threshold: float) -> Trouble | None:
     """The worst that an epoch's figures show, in words; `threshold`: λ above which SGD on the prototypes is unstable."""
-    epoch, weight = measured["epoch"], measured.get("lambda_effective")
+    epoch, weight = measured["epoch"], measured.get("lambda_applied")
     raw = measured.get("lambda_raw", 0.0)
     shown = "" if weight is None else f", λ = {weight:.4g}"
     if not (math.isfinite(measured["loss"]) and math.isfinite(measured["gradient_norm"])):
-        cause = (
-            f"λ is past {threshold:.4g}, where SGD on the prototypes is unstable"
-            if weight is not None and not raw < threshold
-            else f"the steps are too large (training.learning_rate = {recipe.training.learning_rate:g}, "
-            f"training.clip_norm = {recipe.training.clip_norm:g}, 0 being no clipping)"
-        )
+        cause = _why_not_finite(recipe, measured, threshold)
         return Trouble(
             "not-finite", f"epoch {epoch}{shown}: the loss or its gradient is not finite; likely cause: {cause}"
         )
@@ -39,6 +34,21 @@ def look(recipe: Federated, measured: dict[str, Any], threshold: float) -> Troub
         return Trouble("collapse", f"epoch {epoch}{shown}: features of different classes are one point (spread {measured['spread']:.1g}); "
                        "likely cause: a term that only attracts, or a learning rate that is too large")  # fmt: skip
     return None
+
+
+def _why_not_finite(recipe: Federated, measured: dict[str, Any], threshold: float) -> str:
+    raw, pull = measured.get("lambda_raw"), recipe.alignment
+    if raw is not None and pull is not None:
+        ran_away = not (math.isfinite(raw) and raw > 0) or raw > 1e30
+        if ran_away and hasattr(pull.weight, "rate"):
+            return f"σ ran away, its steps are too large (alignment.weight.rate = {pull.weight.rate:g})"
+        if not raw < threshold:
+            return f"λ is past {threshold:.4g}, where SGD on the prototypes is unstable"
+    training = recipe.training
+    return (
+        f"the steps are too large (training.learning_rate = {training.learning_rate:g}, "
+        f"training.clip_norm = {training.clip_norm:g}, 0 being no clipping)"
+    )
 
 
 def _why_it_grew(measured: dict[str, Any]) -> str:

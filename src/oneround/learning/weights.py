@@ -72,6 +72,10 @@ class Weight(Part):
         """What the variables descend."""
         return None
 
+    def own_scale(self, now: Now) -> Tensor | float:
+        """What the loss of the variables, with a guard's penalty, is multiplied with."""
+        return 1.0
+
     def remember(self, now: Now) -> State:
         """The memory after this step."""
         return {}
@@ -145,8 +149,10 @@ class Uncertainty(Weight):
         a, b = now.state["a"], now.state["b"]
         on_loss = now.s if self.attenuate == "loss" else 1.0
         on_log = now.s if self.attenuate == "log" else 1.0
-        total = ((-a).exp() * now.base + on_loss * (-b).exp() * now.align + a + on_log * b) / 2
-        return 2 * a.detach().exp() * total if self.rescale else total
+        return ((-a).exp() * now.base + on_loss * (-b).exp() * now.align + a + on_log * b) / 2
+
+    def own_scale(self, now: Now) -> Tensor | float:
+        return 2 * now.state["a"].detach().exp() if self.rescale else 1.0
 
 
 @weights.register("equilibrium")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from oneround.observe.diagnosis.run import Entry, Run, Sign, client_rule, streak_of, unless
+from oneround.observe.diagnosis.run import Entry, Run, Sign, acting, client_rule, streak_of, unless
 
 FIRST_EPOCHS = 3  # where λ starts: the smallest of these
 GROWTH = 100.0  # learned weights settle within a factor of 100 of their start; those that go on do not come back
@@ -27,11 +27,11 @@ def exploding_lambda(run: Run, client: str) -> Iterator[Sign]:
     rails, grown = run.recipe.rails.largest_weight, max(GROWTH * first, HARMLESS_WEIGHT)
     limit = min(rails, grown)
     raw = next((entry for entry in entries if not entry["lambda_raw"] < limit), None)
-    acting = next((entry for entry in entries if not entry["lambda_effective"] < limit), None)
-    there = min((entry for entry in (raw, acting) if entry), key=lambda entry: entry["epoch"], default=None)
+    passed = next((entry for entry in entries if not acting(entry) < limit), None)
+    there = min((entry for entry in (raw, passed) if entry), key=lambda entry: entry["epoch"], default=None)
     if there is None:
         return
-    value = there["lambda_raw"] if there is raw else there["lambda_effective"]
+    value = there["lambda_raw"] if there is raw else acting(there)
     over = (
         f"rails.largest_weight = {rails:g}" if limit == rails else f"{limit:.4g}, at least {GROWTH:g} times its start"
     )
@@ -39,11 +39,11 @@ def exploding_lambda(run: Run, client: str) -> Iterator[Sign]:
     evidence = (
         f"{'raw λ' if there is raw else 'λ'} began at {first:.4g} and passed {over}, with {value:.4g}; its largest is "
         f"{largest['lambda_raw']:.4g} (epoch {largest['epoch']}). What acts on the network "
-        + (f"passed it in epoch {acting['epoch']} with {acting['lambda_effective']:.4g}" if acting else "stays below")
+        + (f"passed it in epoch {passed['epoch']} with {acting(passed):.4g}" if passed else "stays below")
         + _stability(run, entries)
     )
     advice = "bound λ (etf-guarded, etf-hinge, --set alignment.guard=clamp), or let it fall with s (etf-decaying, etf-equilibrium)"
-    yield Sign("problem" if acting else "warning", there["epoch"], value, limit, evidence, advice)
+    yield Sign("problem" if passed else "warning", there["epoch"], value, limit, evidence, advice)
 
 
 def _stability(run: Run, entries: Sequence[Entry]) -> str:
@@ -51,7 +51,7 @@ def _stability(run: Run, entries: Sequence[Entry]) -> str:
     if run.threshold is None:
         return ""
     training, classes = run.recipe.training, len(run.class_names)
-    past = next((entry["epoch"] for entry in entries if entry["lambda_effective"] > run.threshold), None)
+    past = next((entry["epoch"] for entry in entries if acting(entry) > run.threshold), None)
     return (
         f"; SGD on the prototypes is unstable above (1 + μ)·C·d/lr = (1 + {training.momentum:g})·{classes}·{run.features}/"
         f"{training.learning_rate:g} = {run.threshold:.4g}" + (f", passed in epoch {past}" if past else "")
@@ -63,7 +63,7 @@ def over_alignment(run: Run, client: str) -> Iterator[Sign]:
     """λ·L_align outweighs L_base for long."""
 
     def ratio(entry: Entry) -> float:
-        pull: float = entry["lambda_effective"] * entry["align"]
+        pull: float = acting(entry) * entry["align"]
         return pull / entry["base"] if entry["base"] > 0 else math.inf
 
     entries = run.series(client, "align", "base", "lambda_effective")
@@ -72,7 +72,7 @@ def over_alignment(run: Run, client: str) -> Iterator[Sign]:
         last, worst = streak[-1], max(entries, key=ratio)
         evidence = (
             f"λ·L_align > L_base for {len(streak)} epochs in a row (epochs {streak[0]['epoch']} to {last['epoch']}): "
-            f"{last['lambda_effective']:.4g}·{last['align']:.3g} against {last['base']:.3g}; at worst {ratio(worst):.3g} times (epoch {worst['epoch']})"
+            f"{acting(last):.4g}·{last['align']:.3g} against {last['base']:.3g}; at worst {ratio(worst):.3g} times (epoch {worst['epoch']})"
         )
         advice = "lower λ (alignment.weight), bound it (alignment.guard) or let s fall (alignment.schedule): the anchors decide, not the data"
         yield Sign("warning", last["epoch"], ratio(last), 1.0, evidence, advice)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from oneround.observe.diagnosis.run import Run, Sign, client_rule, unless
+from oneround.observe.diagnosis.run import Run, Sign, acting, client_rule, unless
 
 LEARNED = 0.05  # the fall of the loss below which nothing was learned
 LEARNED_ALREADY = 0.05  # a first loss below this share of log C (chance) was learned within the first epoch
@@ -73,9 +73,7 @@ def diverged(run: Run, client: str) -> Iterator[Sign]:
         evidence = f"stopped after epoch {epoch} of {run.epochs}: {why}"
         yield Sign("problem", epoch, float(epoch), float(run.epochs), evidence, advice, "stopped")
     entries = run.series(client, "lambda_effective", "lambda_raw", "s")
-    dropped = next(
-        (entry for entry in entries if entry["lambda_effective"] == 0 < min(entry["lambda_raw"], entry["s"])), None
-    )
+    dropped = next((entry for entry in entries if acting(entry) == 0 < min(entry["lambda_raw"], entry["s"])), None)
     if dropped is not None and run.recipe.rails.on_explosion == "clamp":
         evidence = f"λ is held at 0 although raw λ = {dropped['lambda_raw']:.4g} and s = {dropped['s']:.2g}: the rails dropped the alignment of a client that diverged or collapsed"
         advice = "run.log has the cause; lower λ or training.learning_rate"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from oneround.learning.objective import active, stage_of
-from oneround.observe.diagnosis.run import SUSTAINED, Entry, Run, Severity, Sign, client_rule, streak_of, unless
+from oneround.observe.diagnosis.run import SUSTAINED, Entry, Run, Severity, Sign, acting, client_rule, streak_of, unless
 
 OPPOSED = -0.1  # cosine: nearer to 0 is the angle of two random directions
 FEEBLE = 0.05  # a gradient under 5 % of the other's length cannot undo its work
@@ -65,7 +65,7 @@ def _weights(run: Run, entry: Entry) -> dict[str, float]:
     stages = run.recipe.objective.stages
     stage = stages[stage_of(run.recipe.objective, entry["epoch"] - 1, run.epochs)] if stages else None
     terms = {name: weight for name, (_, weight) in active(run.recipe.objective, stage).items()}
-    return {**terms, "base": 1.0, "alignment": entry.get("lambda_effective", 1.0)}
+    return {**terms, "base": 1.0, "alignment": acting(entry) if "lambda_effective" in entry else 1.0}
 
 
 @client_rule("feature-collapse", unless("no spread measured", "spread"))

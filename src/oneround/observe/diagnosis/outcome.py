@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from oneround.observe.diagnosis.run import Run, Sign, run_rule
@@ -63,10 +64,18 @@ def past_its_peak(run: Run) -> Iterator[Sign]:
         f"{run.main_rule} had {100 * curve[best]:.1f} % at epoch {best} and has {100 * curve[last]:.1f} % at epoch {last}, "
         f"{lost:.1f} points less ({where})"
     )
-    advice = f"use the snapshot of epoch {best} (--epochs {best}), or find what drives accuracy down"
+    advice = (
+        f"train {best} epochs (--epochs {best}; another run where s, stages or the learning rate follow the whole training), "
+        "or find what drives accuracy down"
+    )
     if not chosen:
         advice = f"train less (about {best} epochs), or find what drives accuracy down; choose the epoch on data held back: --set validation=0.1"
     yield Sign("warning", last, lost, PAST_PEAK, evidence, advice)
+
+
+def _luck(accuracy: float, tested: int) -> float:
+    """What two accuracies on so many test images may differ by chance: two standard errors of their difference."""
+    return 2 * math.sqrt(2 * accuracy * (1 - accuracy) / tested) if tested else 0.0
 
 
 def _not_at_the_end(run: Run) -> str:
@@ -81,7 +90,7 @@ def fusion_worse_than_best_client(run: Run) -> Iterator[Sign]:
     fused = {name: curve[end] for name, curve in run.curves.items() if end in curve}
     alone = {client: scores[end] for client, scores in run.alone.items() if end in scores}
     best, better = max(alone, key=lambda client: alone[client]), max(fused, key=lambda name: fused[name])
-    if fused[run.main_rule] < alone[best]:
+    if fused[run.main_rule] < alone[best] - _luck(alone[best], sum(run.tested)):
         evidence = f"{run.main_rule} has {100 * fused[run.main_rule]:.1f} %, {best} alone {100 * alone[best]:.1f} %"
         advice = "try other rules on the same uploads: oneround fuse RUN --rule all"
         if fused[better] > alone[best]:

@@ -181,6 +181,12 @@ def findings(run: Run) -> list[Finding]:
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
+def acting(entry: Entry) -> float:
+    """The λ that acted on the network in the last step of an epoch; older logs have only that of the epoch to come."""
+    value: float = entry.get("lambda_applied", entry["lambda_effective"])
+    return value
+
+
 def unless(reason: str, *keys: str) -> Lacking:
     """These measured by somebody, or `reason` why there is nothing to judge."""
     return lambda run: "" if any(run.series(client, *keys) for client in run.entries) else reason
