@@ -208,6 +208,29 @@ class Trace(Strict):
     """Once in so many steps, at the end of an epoch; 0: never."""
 
 
+class Sending(Strict):
+    """How an upload travels, and how large it may be."""
+
+    encoding: Literal["fp32", "fp16", "int8"] = "fp32"
+    """As trained; in half precision; or a byte a number with a scale per channel (tensors of one dimension stay as they are)."""
+    largest_norm: Positive = 10.0
+    """A server refuses an upload with a tensor whose norm is more than so many times the broadcast's."""
+
+
+class Noise(Strict):
+    """Laplace noise on counts: ε-differential privacy for one sample more or less."""
+
+    epsilon: Positive
+    """The scale of the noise is 1/ε; smaller is more private."""
+
+
+class Reveal(Strict):
+    """What a site says of itself besides what it learned."""
+
+    class_counts: bool | Noise = True
+    """How many samples of each class it has: as they are; false: only how many in all; `{epsilon: 1}`: with noise."""
+
+
 class Evaluation(Strict):
     unnormalised: bool = False
     """Feed test images as they are; only to reproduce code that normalised training images alone."""
@@ -239,6 +262,12 @@ class Federated(Strict):
     snapshots: Annotated[int, Field(ge=0)] = 10
     """Fuse and score what an upload would give every so many epochs; 0: only at the end."""
     evaluation: Evaluation = Evaluation()
+    upload: Sending = Sending()
+    reveal: Reveal = Reveal()
+    quorum: Count | None = None
+    """Fewest uploads a real federation makes a model of; left out: all (`partition.clients`)."""
+    deadline: Positive | None = None
+    """Seconds a real federation waits for all, then fuses if the quorum is there; left out: until the quorum is there."""
 
     @field_validator("fusion")
     @classmethod
@@ -260,6 +289,12 @@ class Federated(Strict):
         wanting = [name for name, term in self.objective.terms.items() if getattr(term, "needs_bank", False)]
         if wanting and self.bank is None:
             raise ValueError(f"objective.terms.{wanting[0]}: needs a feature bank; add bank: {{}} and public: 0.1")
+        telling = [rule.kind for rule in self.fusion if getattr(rule, "reveals", "")]
+        if telling and self.reveal.class_counts is not True:
+            raise ValueError(
+                f"reveal.class_counts: hides nothing while fusion has {telling[0]}, which makes sites send statistics of "
+                f"every class; leave out {', '.join(telling)}"
+            )
         return self
 
     @property

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from oneround import acts
 from oneround.crew import Job, crew_size
-from oneround.data import Dataset, Split, partitions
+from oneround.data import Dataset, Split, datasets, partitions
 from oneround.errors import ProtocolError, RecipeError, RunError
 from oneround.learning import Emit, silent
 from oneround.learning.batches import steps_per_epoch
@@ -31,6 +31,11 @@ from oneround.recipe import Local, Recipe
 from oneround.site import Site, choose_device, threads_per_client
 
 log = logging.getLogger("oneround")
+
+
+def client_name(number: int, count: int) -> str:
+    """`client_007`: the name a partition's client trains under, wherever it does."""
+    return f"client_{number:0{max(3, len(str(count - 1)))}d}"
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,10 @@ class Plan:
 
     @staticmethod
     def of(recipe: Recipe, data: Dataset) -> Plan:
+        if datasets.of(recipe.data).elsewhere:
+            raise RecipeError(
+                f"data = {recipe.data.kind}: the images are at the sites, nothing can be simulated here; use oneround federate"
+            )
         settled = acts.settle(recipe, data)
         split = partitions.of(settled.partition).split(data, settled.seeds.partition, settled.public)
         if not any(split.sizes):
@@ -165,11 +174,16 @@ class Plan:
         server = Site("server", self.data.train.take(self.split.public), local=self.recipe.local)
         return acts.prepare(self.recipe, self.data.class_names, self.data.shape, server, emit)
 
+    def partition(self) -> dict[str, Any]:
+        """`partition.json`: who holds what, and how it was dealt."""
+        rule, seed = self.recipe.partition, self.recipe.seeds.partition
+        return {"data": self.data.name, "rule": rule.dump(), "seed": seed, **self.split.plain()}
+
     @property
     def clients(self) -> dict[str, int]:
         """Clients that have data, by name, with their number in the partition."""
-        width = max(3, len(str(len(self.split.clients) - 1)))
-        return {f"client_{number:0{width}d}": number for number, size in enumerate(self.split.sizes) if size}
+        count = len(self.split.clients)
+        return {client_name(number, count): number for number, size in enumerate(self.split.sizes) if size}
 
     @property
     def steps(self) -> int:
