@@ -19,7 +19,9 @@ Answer = Callable[[Message, Context], Message]
 class InProcess(Grid):
     """Nodes by number, each with its node config; `answer` may stand in for the ClientApp to misbehave."""
 
-    def __init__(self, nodes: dict[int, dict[str, Any]], names: dict[int, str] | None = None, answer: Answer = client_app) -> None:
+    def __init__(
+        self, nodes: dict[int, dict[str, Any]], names: dict[int, str] | None = None, answer: Answer = client_app
+    ) -> None:
         TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 1
         self.nodes, self.names, self.answer = nodes, names or {}, answer
         self.sent: list[Message] = []

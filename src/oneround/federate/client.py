@@ -58,7 +58,8 @@ def counted(message: Message, context: Context) -> Message:
     if site.folder is not None:
         place = site.folder / words.get("broadcast", "")[:16]
         if place.is_dir():
-            (place / "counted.json").write_text(json.dumps({key: words.get(key, "") for key in ("counted", "text")}))
+            (place / "counted.tmp").write_text(json.dumps({key: words.get(key, "") for key in ("counted", "text")}))
+            (place / "counted.tmp").replace(place / "counted.json")
     return Message(parcel({"name": site.name}), reply_to=message)
 
 
