@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,16 +133,21 @@ class RunFolder:
         return UploadFolder(paths, broadcast, acts.statistics_of(broadcast))
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """One process at a time; the lock goes with the process, however it ends."""
+    def locked(self, patience: float = 0.0) -> Iterator[None]:
+        """One process at a time; the lock goes with the process, however it ends, which may take it some seconds."""
         self.path.mkdir(parents=True, exist_ok=True)
+        until = time.monotonic() + patience
         with (self.path / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise RunError(
-                    f"{self.path}: another process is running here; wait for it or choose another --out"
-                ) from None
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if time.monotonic() >= until:
+                        raise RunError(
+                            f"{self.path}: another process is running here; wait for it or choose another --out"
+                        ) from None
+                    time.sleep(0.2)
             yield
 
 

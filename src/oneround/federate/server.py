@@ -12,10 +12,12 @@ import hashlib
 import json
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from flwr.app import Context, Message
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 
 from oneround.closing import logging_to
@@ -58,7 +60,7 @@ class Pace:
 def serve(grid: Grid, recipe: Recipe, folder: Path, pace: Pace) -> None:
     """A whole federation from the server's side; started again it goes on with the uploads it has."""
     place = RunFolder(folder)
-    with place.locked(), logging_to(folder):
+    with place.locked(patience=30), logging_to(folder):  # the process of a killed server may take a while to end
         try:
             desk = Desk(recipe, load_dataset(recipe.data, recipe.local.data_path), place)
             log.info("waiting for %d of %d uploads", desk.expected - len(desk.held), desk.expected)
@@ -98,7 +100,12 @@ class Collection:
         while not self.desk.done():
             self._welcome()
             for node, site in list(self.sites.items()):
-                self._listen(node, site)
+                try:
+                    self._listen(node, site)
+                except OneroundError:
+                    raise
+                except Exception as error:  # whatever one site's messages do to Flower, the others are served
+                    self._lost(node, site, f"could not be heard ({_short(error)})")
             self._pull_farewells()
             time.sleep(self.pace.poll)
         until = time.monotonic() + self.pace.farewell
@@ -121,7 +128,11 @@ class Collection:
     def _ask(self, node: int) -> None:
         content = parcel({"held": json.dumps(self.desk.held)}, self.desk.sent)
         site = self.sites[node]
-        site.message, site.since, site.tries = self._push(node, TRAIN, content), time.monotonic(), site.tries + 1
+        site.message, site.question, site.since, site.tries = "", "", time.monotonic(), site.tries + 1
+        try:
+            site.message = self._push(node, TRAIN, content)
+        except Exception as error:  # a site that confirms before it has everything makes Flower fail
+            self._lost(node, site, f"could not be asked ({_short(error)})")
 
     def _push(self, node: int, kind: str, content: object) -> str:
         (sent,) = self.grid.push_messages([Message(content, node, kind, ttl=MONTH)])  # type: ignore[call-overload]
@@ -152,13 +163,12 @@ class Collection:
 
     def _hear(self, node: int, site: Asked, answer: Message) -> None:
         if answer.has_error():
-            reason = " ".join((answer.error.reason or "").split())
-            away = "unavailable" in reason.lower()
-            self._lost(node, site, "went away" if away else f"failed ({reason[:200]})", gone=away)
+            away = answer.error.code == ErrorCode.NODE_UNAVAILABLE
+            self._lost(node, site, "went away" if away else f"failed ({_short(answer.error.reason)})", gone=away)
             return
         words = words_of(answer)
         if "refused" in words:
-            log.warning("%s", " ".join(words["refused"].split())[:500])
+            log.warning("%s", _short(words["refused"], 500))
             return
         sender = self.names.get(node) or f"node {node}"
         if "held" in words:
@@ -187,7 +197,16 @@ class Collection:
 
     def _say_counted(self, node: int, verdict: Verdict) -> None:
         words = {"broadcast": self.key, "counted": "yes" if verdict.counted else "no", "text": verdict.text}
-        self.farewells.add(self._push(node, COUNTED, parcel(words)))
+        with suppress(Exception):  # that the site hears it is a courtesy
+            self.farewells.add(self._push(node, COUNTED, parcel(words)))
 
     def _pull_farewells(self) -> None:
-        self.farewells -= {message for message in self.farewells if self._pull(message) is not None}
+        for message in list(self.farewells):
+            with suppress(Exception):
+                if self._pull(message) is None:
+                    continue
+            self.farewells.discard(message)
+
+
+def _short(said: object, most: int = 200) -> str:
+    return " ".join(str(said).split())[:most]
