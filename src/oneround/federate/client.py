@@ -11,17 +11,19 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from oneround.errors import OneroundError
+from oneround.errors import DataError, OneroundError
 from oneround.federate.carrying import blob_of, parcel, words_of
 from oneround.federate.sites import SiteFile, site_of
 
 if TYPE_CHECKING:  # PyTorch is loaded by the process that trains, not by those that answer a question
-    from oneround.data import Images
+    from oneround.data import Dataset, Images, Split
     from oneround.protocol import Broadcast
 
 app = ClientApp()
@@ -99,18 +101,27 @@ def _upload(raw: bytes, site: SiteFile) -> bytes:
 
 def _images(broadcast: Broadcast, site: SiteFile) -> Images:
     """The site's own images, or its share of the recipe's data set in a try-out."""
-    from oneround.data import load_dataset, own_images, partitions
-    from oneround.errors import DataError
+    from oneround.data import own_images
 
     recipe = broadcast.recipe
     if site.data is not None:
         return own_images(site.data, broadcast.class_names, broadcast.shape, site.labels)
-    data = load_dataset(recipe.data, site.local.data_path)
-    split = partitions.of(recipe.partition).split(data, recipe.seeds.partition, recipe.public)
+    data, split = _dealt(recipe.model_dump_json(), site.local.data_path)
     assert site.share is not None
     if site.share >= len(split.clients) or not len(split.clients[site.share]):
         raise DataError(f"share {site.share} of {recipe.partition.label} has no images; this site takes no part")
     return data.train.take(split.clients[site.share])
+
+
+@lru_cache(maxsize=1)
+def _dealt(recipe: str, path: Path | None) -> tuple[Dataset, Split]:
+    """The recipe's data set and who holds what of it; once in a process that serves many sites, as in Flower's simulation."""
+    from oneround.data import load_dataset, partitions
+    from oneround.reading import parse_federated
+
+    told = parse_federated(json.loads(recipe))
+    data = load_dataset(told.data, path)
+    return data, partitions.of(told.partition).split(data, told.seeds.partition, told.public)
 
 
 def _tell(event: dict[str, Any]) -> None:

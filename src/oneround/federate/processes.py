@@ -125,6 +125,8 @@ class SuperLink:
     port: int
     keys: KeyFolder | None = None
     """None: neither encrypted nor authenticated."""
+    options: tuple[str, ...] = ()
+    """Further options of `flower-superlink`."""
     child: Child = field(init=False)
 
     @property
@@ -145,6 +147,7 @@ class SuperLink:
             command += ["--ssl-keyfile", str(self.keys.key.resolve()), "--enable-supernode-auth"]
         else:
             command += ["--insecure"]
+        command += self.options
         self.folder.mkdir(parents=True, exist_ok=True)
         tls = f'root-certificates = "{self.keys.ca.resolve()}"' if self.keys else "insecure = true"
         settings = f'[superlink]\ndefault = "{HERE}"\n\n[superlink.{HERE}]\naddress = "{self._here}"\n{tls}\n'
@@ -190,10 +193,10 @@ class SuperLink:
                     f"{self.keys.public(site)}: Flower does not take this key: {' '.join(child.said().split())[-300:]}"
                 )
 
-    def run(self, app: Path, config: dict[str, str | float]) -> Child:
-        """Start a run; the child ends when the run does."""
+    def run(self, app: Path, config: dict[str, str | float], options: Sequence[str] = ()) -> Child:
+        """Start a run; the child ends when the run does. `options`: further ones of `flwr run`."""
         told = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
-        command = ["flwr", "run", str(app.resolve()), HERE, "--stream", "--run-config", told]
+        command = ["flwr", "run", str(app.resolve()), HERE, "--stream", "--run-config", told, *options]
         return Child(command, self.folder, self.folder / "flwr-run.log").start()
 
     def stop(self) -> None:
