@@ -156,13 +156,14 @@ def test_commands_keys_and_the_same_uploads_as_a_simulation(digits: Dataset, tmp
     impostor.ca.write_bytes(keys.ca.read_bytes())
     impostor.private("client_000").write_bytes(keys.private("mallory").read_bytes())
     wait_for(lambda: "waiting for 3 of 3" in log_of(out))
-    mallory = client("client_000", 0, impostor)
-    refused = client("client_009", 0, stranger)
+    mallory, refused = client("client_000", 0, impostor), client("client_009", 0, stranger)
+    clients = [client(name, number, keys) for number, name in enumerate(names[:2])]
+    wait_for(lambda: "key is registered for mallory" in log_of(out), lambda: log_of(out))
+    clients.append(client(names[2], 2, keys))
     assert refused.wait(PATIENCE) == 2
     assert "client_009: the server does not know this key" in refused.stderr.read()
     assert mallory.wait(PATIENCE) == 1
     assert "speaks for client_000 but its key is registered for mallory" in " ".join(mallory.stderr.read().split())
-    clients = [client(name, number, keys) for number, name in enumerate(names)]
     for process in clients:
         told, wrong = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, wrong
