@@ -12,7 +12,7 @@ from typing import Any
 from oneround import acts
 from oneround.evaluate import Score
 from oneround.observe import pictures
-from oneround.protocol import UploadFolder, blob
+from oneround.protocol import Upload, UploadFolder, blob
 from oneround.runs import Result, RunFolder
 from oneround.site import Site
 
@@ -70,13 +70,14 @@ def finish(
 ) -> None:
     """Fuse the uploads into the model and write the result; nothing says a run is finished before its model is there."""
     broadcast = uploads.broadcast
-    acts.fuse(uploads, broadcast, site).save(place.model)
+    with site.arithmetic(sum(tensor.numel() for tensor in broadcast.weights.values())):
+        acts.fuse(uploads, broadcast, site).save(place.model)
     place.write_json(
         "result.json",
         {
             "recipe_digest": broadcast.digest,
             "partition": facts.partition,
-            "uploads": {upload.client: upload.content for upload in uploads},
+            "uploads": {path.stem: Upload.content_of(path) for path in uploads.paths},
             "bytes_down": sum(down for down, _ in facts.traffic.values()),
             "bytes_up": sum(up for _, up in facts.traffic.values()),
             "traffic": {name: {"down": down, "up": up} for name, (down, up) in facts.traffic.items()},

@@ -106,8 +106,14 @@ class Upload:
     @property
     def content(self) -> str:
         """SHA-256 of what was learned: the tensors and whose they are, not times or paths."""
-        said = [self.client, self.recipe_digest, self.epoch, self.class_counts.tolist(), blob.checksum(self._tensors())]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        tensors = blob.checksum(self._tensors())
+        return _content(self.client, self.recipe_digest, self.epoch, self.class_counts.tolist(), tensors)
+
+    @staticmethod
+    def content_of(path: Path) -> str:
+        """The same, from what an upload file says of itself; for one whose tensors have been checked before."""
+        manifest = blob.peek(path, "upload")
+        return _content(*(manifest[key] for key in ("client", "recipe_digest", "epoch", "class_counts", "sha256")))
 
     def _tensors(self) -> dict[str, Tensor]:
         return encode(_prefixed(weights=self.weights, statistics=self.statistics), self.encoding)
@@ -178,6 +184,10 @@ class Upload:
 
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+def _content(*said: object) -> str:
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def _decoded(tensors: dict[str, Tensor], broadcast: Broadcast, statistics: Shapes, where: str) -> dict[str, Tensor]:
