@@ -8,9 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from oneround.federate.sites import SiteFile
+from oneround.reading import checked, load, merge, parse, read_yaml
 from test_readme import BLOCK, MARK, ROOT
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
@@ -60,3 +63,17 @@ def test_the_table_of_the_explosion_is_the_measured_one() -> None:
     record = json.loads((ROOT / source).read_text(encoding="utf-8"))
     assert shown == example.table(record["runs"]) + "\n"
     assert record["settings"] == json.loads(json.dumps(example.SETTINGS)), "made with other settings"
+
+
+def test_the_page_on_federation_shows_what_was_measured_and_recipes_that_load() -> None:
+    page = (ROOT / "docs/federation.md").read_text(encoding="utf-8")
+    ((source, shown),) = MARK.findall(page)
+    measured = (ROOT / source).read_text(encoding="utf-8").splitlines()
+    assert shown.splitlines() == [line for line in measured if line.startswith("|")]
+    shown_files = {title: code for _, title, code in BLOCK.findall(page)}
+    assert parse(merge(load("fafi").model_dump(mode="json"), _yaml(shown_files["lungs.yaml"]))).quorum == 2
+    assert checked(SiteFile, _yaml(shown_files["hospital-b.yaml"])).labels == {"lung infection": "pneumonia"}
+
+
+def _yaml(text: str) -> dict[str, Any]:
+    return {key: value for key, value in read_yaml(text, "docs").items() if key != "extends"}

@@ -243,7 +243,7 @@ class Federated(Strict):
     """Name of the preset or of your own composition; a label."""
     seeds: Seeds = Seeds()
     data: Annotated[Part, In("data")] = Field(default="digits", validate_default=True)
-    """The data set: digits, mnist, fashion-mnist, cifar10, cifar100, svhn, tiny-imagenet, gtsrb, images, npz, arrays."""
+    """The data set: digits, mnist, fashion-mnist, cifar10, cifar100, svhn, tiny-imagenet, gtsrb, images, npz, arrays; sites: each its own."""
     partition: Annotated[Part, In("partition")] = Field(default="dirichlet", validate_default=True)
     """Who holds what."""
     public: Annotated[float, Field(ge=0, lt=1)] = 0.0

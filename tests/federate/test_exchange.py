@@ -83,6 +83,11 @@ def test_what_only_a_simulation_can_do_is_refused(tmp_path: Path) -> None:
         serve(InProcess(SHARES), three(alignment={"schedule": "consensus"}), tmp_path / "run", NOW)
 
 
+def test_a_quorum_nobody_can_reach_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"quorum = 4: must be ≤ 3, the number of sites"):
+        serve(InProcess(SHARES), three(quorum=4), tmp_path / "run", NOW)
+
+
 class Moody:
     """The ClientApp, except for one node, whose instructions go wrong so many times."""
 
@@ -156,6 +161,12 @@ def test_a_client_keeps_its_upload_and_sends_it_again(tmp_path: Path, caplog: py
     told = (site / "site.log").read_text()
     assert told.count(" epoch 1:") == 1 and "the upload that was kept is sent again" in told
     assert result(tmp_path / "first")["uploads"] == result(tmp_path / "second")["uploads"]
+    (kept,) = site.glob("*/upload.safetensors")
+    kept.write_bytes(kept.read_bytes()[:-1])
+    (kept.parent / "state.safetensors").write_bytes(b"torn")
+    serve(InProcess(nodes), three(), tmp_path / "third", NOW)
+    assert result(tmp_path / "third")["uploads"] == result(tmp_path / "first")["uploads"]
+    assert "truncated" in (site / "site.log").read_text()
     (verdict,) = site.glob("*/counted.json")
     assert json.loads(verdict.read_text())["counted"] == "yes"
 

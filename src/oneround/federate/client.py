@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from oneround.errors import DataError, OneroundError
+from oneround.errors import DataError, OneroundError, ProtocolError
 from oneround.federate.carrying import blob_of, parcel, words_of
 from oneround.federate.sites import SiteFile, site_of
 
@@ -58,10 +59,10 @@ def counted(message: Message, context: Context) -> Message:
     with _logging(site):
         log.info("the server says: %s", words.get("text", ""))
     if site.folder is not None:
-        place = site.folder / words.get("broadcast", "")[:16]
-        if place.is_dir():
-            (place / "counted.tmp").write_text(json.dumps({key: words.get(key, "") for key in ("counted", "text")}))
-            (place / "counted.tmp").replace(place / "counted.json")
+        place = site.folder / re.sub(r"[^0-9a-f]", "", words.get("broadcast", ""))[:16]
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "counted.tmp").write_text(json.dumps({key: words.get(key, "") for key in ("counted", "text")}))
+        (place / "counted.tmp").replace(place / "counted.json")
     return Message(parcel({"name": site.name}), reply_to=message)
 
 
@@ -80,9 +81,14 @@ def _upload(raw: bytes, site: SiteFile) -> bytes:
     kept = place / "upload.safetensors" if place else None
     if kept and kept.is_file():
         again = kept.read_bytes()
-        Upload.unpack(again, broadcast, statistics_of(broadcast), str(kept))
-        log.info("trained before; the upload that was kept is sent again")
-        return again
+        try:
+            Upload.unpack(again, broadcast, statistics_of(broadcast), str(kept))
+            log.info("trained before; the upload that was kept is sent again")
+            return again
+        except ProtocolError as error:
+            log.warning("%s; trained again", error)
+    if place and not blob.is_whole(place / "state.safetensors", "state"):
+        (place / "state.safetensors").unlink(missing_ok=True)
     images = _images(broadcast, site)
     log.info(
         "%s of %s: %d images, %d epochs",

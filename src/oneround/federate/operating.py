@@ -20,6 +20,7 @@ from oneround.recipe import Recipe
 
 Say = Callable[[str], None]
 STILL_HELD = 90.0  # Flower holds a killed site's place for a minute
+LET_IN = "SuperNode ID"  # what a SuperNode says when the server has taken its key
 
 
 def be_server(recipe: Recipe, folder: Path, host: str, port: int, keys: KeyFolder | None, say: Say) -> None:
@@ -197,13 +198,15 @@ def _verdicts(folder: Path) -> set[tuple[Path, int]]:
 
 
 def _again(own: Child, site: SiteFile, seconds: float, say: Say) -> None:
-    """A SuperNode that ended by itself: say why, or start it again while the server still holds the place of a killed one."""
+    """A SuperNode that ended by itself: say why, or start it again while the server still holds the place of a killed one.
+
+    Flower refuses an unknown key and a place still held with the same words; a site that was let in before has a known key.
+    """
     said = " ".join(own.said().split())
-    if "could not be activated" in said and seconds < STILL_HELD:
-        say(f"{site.name}: the server still holds the connection this site had before; trying again")
-        time.sleep(5)
-        own.start()
-        return
-    if "2004" in said or "activat" in said:
+    if "Failed to activate SuperNode" not in said:
+        raise RunError(f"{site.name}: the connection ended: {said[-300:]}")
+    if LET_IN not in own.output.read_text(errors="replace") or seconds > STILL_HELD:
         raise DataError(f"{site.name}: the server does not know this key; give its operator the file that ends in .pub")
-    raise RunError(f"{site.name}: the connection ended: {said[-300:]}")
+    say(f"{site.name}: the server still holds the connection this site had before; trying again")
+    time.sleep(5)
+    own.start()

@@ -82,10 +82,13 @@ class Child:
     home: Path
     output: Path
     process: subprocess.Popen[bytes] | None = None
+    begin: int = 0
+    """Where in the file its own output begins."""
 
     def start(self) -> Child:
         self.home.mkdir(parents=True, exist_ok=True)
         self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.begin = self.output.stat().st_size if self.output.exists() else 0
         with self.output.open("ab") as file:
             self.process = subprocess.Popen(
                 self.command, env=environment(self.home), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
@@ -112,7 +115,7 @@ class Child:
             self.process.wait()
 
     def said(self) -> str:
-        return self.output.read_text(encoding="utf-8", errors="replace") if self.output.exists() else ""
+        return self.output.read_bytes()[self.begin :].decode(errors="replace") if self.output.exists() else ""
 
 
 @dataclass

@@ -48,6 +48,8 @@ class Desk:
                 f"alignment.schedule = {self.recipe.alignment.schedule.kind}: needs the other clients every epoch, which only a "
                 "simulation can offer; choose another"
             )
+        if self.recipe.quorum and self.recipe.quorum > self.expected:
+            raise RecipeError(f"quorum = {self.recipe.quorum}: must be ≤ {self.expected}, the number of sites")
         self.started = time.monotonic()
         self.broadcast = self._open()
         self.sent = place.broadcast.read_bytes()
@@ -158,7 +160,7 @@ class Desk:
 
     @property
     def quorum(self) -> int:
-        return min(self.recipe.quorum or self.expected, self.expected)
+        return self.recipe.quorum or self.expected
 
     @property
     def waited(self) -> float:
