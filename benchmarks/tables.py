@@ -1,4 +1,5 @@
-"""Fill in the tables of the pages: what stands between `<!-- oneround compare … -->` and `<!-- end -->` is what that command writes.
+"""Fill in the tables of the pages: what stands between `<!-- oneround compare … -->` and `<!-- end -->` is what that command writes,
+and after `<!-- table: FILE -->` the table in that file, which a benchmark wrote.
 
 python benchmarks/tables.py
 """
@@ -16,6 +17,7 @@ from oneround.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "results/README.md"]
+FROM_FILE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 MARK = re.compile(r"(<!-- oneround (compare .*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -39,7 +41,12 @@ def table(command: str) -> str:
 
 def filled(text: str) -> str:
     """A page with its tables made anew."""
+    text = FROM_FILE.sub(lambda mark: mark[1] + copied(ROOT / mark[2]) + mark[3], text)
     return MARK.sub(lambda mark: mark[1] + table(mark[2]) + mark[3], text)
+
+
+def copied(path: Path) -> str:
+    return "".join(f"{line}\n" for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|"))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from oneround.federate.sites import SiteFile
 from oneround.finished import find_runs, flat
-from oneround.reading import load
+from oneround.reading import checked, load, merge, parse, read_yaml
 from test_readme import BLOCK, ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -72,3 +74,14 @@ def test_the_recorded_explosion_has_the_settings_of_the_example() -> None:
 def test_tables_are_what_the_command_writes(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert tables.filled(text) == text, "run python benchmarks/tables.py"
+
+
+def test_the_page_on_federation_shows_recipes_that_load() -> None:
+    page = (ROOT / "docs/federation.md").read_text(encoding="utf-8")
+    shown_files = {title: code for _, title, code in BLOCK.findall(page)}
+    assert parse(merge(load("fafi").model_dump(mode="json"), _yaml(shown_files["lungs.yaml"]))).quorum == 2
+    assert checked(SiteFile, _yaml(shown_files["hospital-b.yaml"])).labels == {"lung infection": "pneumonia"}
+
+
+def _yaml(text: str) -> dict[str, Any]:
+    return {key: value for key, value in read_yaml(text, "docs").items() if key != "extends"}

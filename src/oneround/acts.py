@@ -25,8 +25,10 @@ from oneround.learning.reference import make_reference
 from oneround.models import PrototypeNet, initialise
 from oneround.models.prototype import build
 from oneround.protocol import Broadcast, GlobalModel, Upload
+from oneround.protocol.encoding import as_received, as_sent, bytes_of, layout_of
 from oneround.protocol.messages import Shapes, size_of
 from oneround.protocol.model import preprocessing
+from oneround.protocol.reveal import told_counts, told_history
 from oneround.reading import change
 from oneround.recipe import Federated, Local, Recipe
 from oneround.site import Site
@@ -87,8 +89,9 @@ def traffic(recipe: Federated, classes: int, channels: int, public: int) -> Traf
     if recipe.reference is not None:
         size = recipe.reference.size
         extras += (min(size, public) if recipe.reference.source == "public" else size) * 4 * features
-    asked = asked_by(rules_of(recipe), classes, features).values()
-    return Traffic(net.size, network + extras, network + 4 * sum(int(torch.Size(shape).numel()) for shape in asked))
+    asked = {name: (shape, torch.float32) for name, shape in asked_by(rules_of(recipe), classes, features).items()}
+    up = bytes_of(as_sent(layout_of(net.state_dict()) | asked, recipe.upload.encoding))
+    return Traffic(net.size, network + extras, up)
 
 
 def train(broadcast: Broadcast, site: Site, until: int | None = None, emit: Emit = silent) -> Upload:
@@ -98,15 +101,17 @@ def train(broadcast: Broadcast, site: Site, until: int | None = None, emit: Emit
         learner.train(broadcast.recipe.training.epochs if until is None else until)
         if learner.stopped and learner.epoch == 0:
             raise RunError(learner.stopped)
+        recipe, encoding = broadcast.recipe, broadcast.recipe.upload.encoding
         return Upload(
             client=site.name,
             recipe_digest=broadcast.digest,
             epoch=learner.epoch,
-            class_counts=learner.counts,
-            weights=learner.net.weights(),
-            statistics=_measure(learner, broadcast),
-            history=learner.history,
+            class_counts=told_counts(learner.counts.cpu(), recipe.reveal),
+            weights=as_received(learner.net.weights(), encoding),
+            statistics=as_received(_measure(learner, broadcast), encoding),
+            history=told_history(learner.history, recipe.reveal),
             stopped=learner.stopped or "",
+            encoding=encoding,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from oneround import acts
 from oneround.learning.schedules import schedules
 from oneround.observe.words import size_in_words
 from oneround.reading import change, load, presets
-from oneround.recipe import Recipe
+from oneround.recipe import Noise, Recipe
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,25 @@ class Method:
             needs.append("the other clients every epoch (simulation only)")
         return needs
 
+    @property
+    def reveals(self) -> list[str]:
+        """What a site's upload tells of its data."""
+        counts = self.recipe.reveal.class_counts
+        told = ["what its network learned"]
+        if isinstance(counts, Noise):
+            told.append(f"class counts with Laplace noise (ε = {counts.epsilon:g}), the loss of every epoch")
+        else:
+            told.append(
+                "class counts, all that training measured"
+                if counts
+                else "how many samples it has, the loss of every epoch"
+            )
+        return told + [rule.reveals for rule in acts.rules_of(self.recipe) if rule.reveals]
+
     def plain(self) -> dict[str, Any]:
         return {
             "name": self.name, **self.about, "parameters": self.traffic.parameters, "bytes_down": self.traffic.down,
-            "bytes_up": self.traffic.up, "needs": self.needs, "recipe": self.recipe.plain(),
+            "bytes_up": self.traffic.up, "needs": self.needs, "reveals": self.reveals, "recipe": self.recipe.plain(),
         }  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -73,7 +89,8 @@ class Method:
             "",
             f"  {self.about.get('formula', '')}",
             "",
-            f"  network: {self.down} down (start{self._extras()}), {self.up} up (network, class counts, statistics of the fusion rules), once",
+            f"  network: {self.down} down (start{self._extras()}), {self.up} up (network, class counts, statistics of the fusion rules; {self.recipe.upload.encoding}), once",
+            f"  a site reveals: {'; '.join(self.reveals)}",
             f"  also needs: {', '.join(self.needs) or 'nothing'}",
             f"  run it: oneround run {self.alias or self.name} --data cifar10 --clients 5 --alpha 0.05",
             "",
@@ -92,7 +109,7 @@ class Method:
         return "".join(f", {word}" for word in extras)
 
 
-def describe(name: str, model: str, classes: int, public: int) -> Method:
+def describe(name: str, model: str, classes: int, public: int, overrides: Iterable[tuple[str, Any]] = ()) -> Method:
     """A preset by name or alias, with bytes counted for an encoder, that many classes and public images."""
-    recipe = change(load(name), {"model.encoder": model})
+    recipe = change(load(name, overrides), {"model.encoder": model})
     return Method(recipe, presets()[recipe.method], acts.traffic(recipe, classes, 3, public))

@@ -232,6 +232,29 @@ class Trace(Strict):
     """Once in so many steps, at the end of an epoch; 0: never."""
 
 
+class Sending(Strict):
+    """How an upload travels, and how large it may be."""
+
+    encoding: Literal["fp32", "fp16", "int8"] = "fp32"
+    """As trained; in half precision; or a byte a number with a scale per channel (tensors of one dimension stay as they are)."""
+    largest_norm: Positive = 10.0
+    """A server refuses an upload with a tensor whose norm is more than so many times the broadcast's."""
+
+
+class Noise(Strict):
+    """Laplace noise on counts: ε-differential privacy for one sample more or less."""
+
+    epsilon: Positive
+    """The scale of the noise is 1/ε; smaller is more private."""
+
+
+class Reveal(Strict):
+    """What a site says of itself besides what it learned."""
+
+    class_counts: bool | Noise = True
+    """How many samples of each class it has: as they are; false: only how many in all; `{epsilon: 1}`: with noise."""
+
+
 class Evaluation(Strict):
     unnormalised: bool = False
     """Feed test images as they are; only to reproduce code that normalised training images alone."""
@@ -253,7 +276,7 @@ class Federated(Strict):
     """Name of the preset or of your own composition; a label."""
     seeds: Seeds = Seeds()
     data: Annotated[Part, In("data")] = Field(default="digits", validate_default=True)
-    """The data set: digits, mnist, fashion-mnist, cifar10, cifar100, svhn, tiny-imagenet, gtsrb, images, npz, arrays."""
+    """The data set: digits, mnist, fashion-mnist, cifar10, cifar100, svhn, tiny-imagenet, gtsrb, images, npz, arrays; sites: each its own."""
     partition: Annotated[Part, In("partition")] = Field(default="dirichlet", validate_default=True)
     """Who holds what."""
     public: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -280,6 +303,12 @@ class Federated(Strict):
     snapshots: Annotated[int, Field(ge=0)] = 10
     """Fuse and score what an upload would give every so many epochs; 0: only at the end."""
     evaluation: Evaluation = Evaluation()
+    upload: Sending = Sending()
+    reveal: Reveal = Reveal()
+    quorum: Count | None = None
+    """Fewest uploads a real federation makes a model of; left out: all (`partition.clients`)."""
+    deadline: Positive | None = None
+    """Seconds a real federation waits for all, then fuses if the quorum is there; left out: until the quorum is there."""
 
     @field_validator("fusion")
     @classmethod
@@ -309,6 +338,12 @@ class Federated(Strict):
         if self.queue is not None and not contrasts:
             raise ValueError(
                 "queue: no term uses it; add supervised-contrastive or bank-contrastive to objective.terms"
+            )
+        telling = [rule.kind for rule in self.fusion if getattr(rule, "reveals", "")]
+        if telling and self.reveal.class_counts is not True:
+            raise ValueError(
+                f"reveal.class_counts: hides nothing while fusion has {telling[0]}, which makes sites send statistics of "
+                f"every class; leave out {', '.join(telling)}"
             )
         return self
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from oneround import acts
 from oneround.crew import Job, crew_size
-from oneround.data import Dataset, Images, Split, partitions
+from oneround.data import Dataset, Images, Split, datasets, partitions
 from oneround.data.partition import spoil
 from oneround.errors import ProtocolError, RecipeError, RunError
 from oneround.learning import Emit, silent
@@ -33,6 +34,11 @@ from oneround.recipe import Local, Recipe
 from oneround.site import Site, choose_device, threads_per_client
 
 log = logging.getLogger("oneround")
+
+
+def client_name(number: int, count: int) -> str:
+    """`client_007`: the name a partition's client trains under, wherever it does."""
+    return f"client_{number:0{max(3, len(str(count - 1)))}d}"
 
 
 @dataclass(frozen=True)
@@ -138,16 +144,21 @@ class RunFolder:
         return UploadFolder(paths, broadcast, acts.statistics_of(broadcast))
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """One process at a time; the lock goes with the process, however it ends."""
+    def locked(self, patience: float = 0.0) -> Iterator[None]:
+        """One process at a time; the lock goes with the process, however it ends, which may take it some seconds."""
         self.path.mkdir(parents=True, exist_ok=True)
+        until = time.monotonic() + patience
         with (self.path / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise RunError(
-                    f"{self.path}: another process is running here; wait for it or choose another --out"
-                ) from None
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if time.monotonic() >= until:
+                        raise RunError(
+                            f"{self.path}: another process is running here; wait for it or choose another --out"
+                        ) from None
+                    time.sleep(0.2)
             yield
 
 
@@ -162,6 +173,10 @@ class Plan:
 
     @staticmethod
     def of(recipe: Recipe, data: Dataset) -> Plan:
+        if datasets.of(recipe.data).elsewhere:
+            raise RecipeError(
+                f"data = {recipe.data.kind}: the images are at the sites, nothing can be simulated here; use oneround federate"
+            )
         settled = acts.settle(recipe, data)
         split = partitions.of(settled.partition).split(
             data, settled.seeds.partition, settled.public, settled.validation
@@ -190,11 +205,16 @@ class Plan:
         )
         return Site("server", mine, folder, self.recipe.local, validation=chosen)
 
+    def partition(self) -> dict[str, Any]:
+        """`partition.json`: who holds what, and how it was dealt."""
+        rule, seed = self.recipe.partition, self.recipe.seeds.partition
+        return {"data": self.data.name, "rule": rule.dump(), "seed": seed, **self.split.plain()}
+
     @property
     def clients(self) -> dict[str, int]:
         """Clients that have data, by name, with their number in the partition."""
-        width = max(3, len(str(len(self.split.clients) - 1)))
-        return {f"client_{number:0{width}d}": number for number, size in enumerate(self.split.sizes) if size}
+        count = len(self.split.clients)
+        return {client_name(number, count): number for number, size in enumerate(self.split.sizes) if size}
 
     @property
     def steps(self) -> int:

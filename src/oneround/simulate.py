@@ -11,19 +11,20 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from oneround import acts
+from oneround.closing import Facts, finish, logging_to, record
 from oneround.crew import Crew, crew_size
 from oneround.data import Dataset, load_dataset
 from oneround.errors import Interrupted, OutOfTime, ProtocolError, RecipeError, RunError
-from oneround.evaluate import Score, score_personal, score_uploads
+from oneround.evaluate import Score, score_uploads
 from oneround.learning import Emit, silent
 from oneround.learning.schedules import consensus, spread
 from oneround.observe import pictures
@@ -32,7 +33,7 @@ from oneround.observe.sinks import Sink, opened, pour
 from oneround.protocol import Broadcast, GlobalModel, Upload, UploadFolder, blob
 from oneround.recipe import Recipe
 from oneround.runs import Plan, Result, RunFolder
-from oneround.site import Site, choose_device
+from oneround.site import choose_device
 
 log = logging.getLogger("oneround")
 
@@ -58,7 +59,7 @@ def run(
     data = data or load_dataset(recipe.data, recipe.local.data_path)
     plan = Plan.of(recipe, data)
     announcement = {"event": "plan", "lines": plan.lines(), "steps": plan.steps, "epochs": plan.recipe.training.epochs}
-    with place.locked(), _logging(folder):
+    with place.locked(), logging_to(folder):
         begun = _begun(place, plan)
         emit(announcement)
         if not begun:
@@ -102,9 +103,7 @@ def _begin(place: RunFolder, plan: Plan, emit: Emit) -> None:
     """Write down what this run is, and what every client starts from."""
     rule, seed = plan.recipe.partition, plan.recipe.seeds.partition
     place.write_json("environment.json", environment(choose_device(plan.recipe.local.device)))
-    place.write_json(
-        "partition.json", {"data": plan.data.name, "rule": rule.dump(), "seed": seed, **plan.split.plain()}
-    )
+    place.write_json("partition.json", plan.partition())
     title = f"{plan.data.name}, {rule.label}, seed {seed}"
     pictures.draw_partition(plan.split, plan.data.class_names, place.path / "partition.png", title)
     plan.prepare(emit).write(place.broadcast)
@@ -168,10 +167,22 @@ def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit, sinks
             held = score_uploads(rules, uploads, broadcast, site.validation, site, made)[0] if site.validation else {}
         seconds = time.monotonic() - started
         if stop not in scored:
-            pour(_record(place, plan, uploads, stop, scores, alone, held, seconds), sinks)
+            before = max((epoch for epoch in plan.stops if epoch < stop), default=0)
+            pour(record(place, uploads, range(before + 1, stop + 1), scores, alone, held, seconds), sinks)
         emit({"event": "snapshot", "epoch": stop, "accuracy": {name: score.accuracy for name, score in scores.items()}})
         log.info("epoch %d: %s", stop, ", ".join(f"{name} {score.accuracy:.2%}" for name, score in scores.items()))
-    _finish(place, plan, site, scores, alone, made)
+    traffic = dict.fromkeys(clients, (plan.traffic.down, plan.traffic.up))
+    finish(
+        place,
+        uploads,
+        site,
+        Facts(plan.data.name, plan.split.digest, traffic, plan.remarks()),
+        scores,
+        alone,
+        made,
+        plan.data.test,
+    )
+    shutil.rmtree(place.path / "clients", ignore_errors=True)
 
 
 def _standing(place: RunFolder, plan: Plan) -> dict[str, int | None]:
@@ -234,89 +245,8 @@ def _scored(place: RunFolder, rules: set[str]) -> set[int]:
     return done
 
 
-def _record(
-    place: RunFolder,
-    plan: Plan,
-    uploads: UploadFolder,
-    stop: int,
-    scores: Mapping[str, Score],
-    alone: Mapping[str, Score],
-    held: Mapping[str, Score],
-    seconds: float,
-) -> list[dict[str, Any]]:
-    """Log what the clients measured since the last snapshot, then the snapshot."""
-    before = max((epoch for epoch in plan.stops if epoch < stop), default=0)
-    events: list[dict[str, Any]] = []
-    for path in uploads.paths:
-        manifest = blob.peek(path, "upload")
-        events += [
-            {"event": "epoch", "client": manifest["client"], **entry}
-            for entry in manifest["history"]
-            if before < entry["epoch"] <= stop
-        ]
-    events += [
-        {"event": "client", "epoch": stop, "client": name, "accuracy": score.accuracy} for name, score in alone.items()
-    ]
-    events += [
-        {"event": "snapshot", "epoch": stop, "rule": name, "accuracy": score.accuracy, "seconds": seconds}
-        | ({"validation": held[name].accuracy} if name in held else {})
-        for name, score in scores.items()
-    ]
-    place.metrics.append(events)
-    return events
-
-
-def _finish(
-    place: RunFolder,
-    plan: Plan,
-    site: Site,
-    scores: Mapping[str, Score],
-    alone: Mapping[str, Score],
-    made: Mapping[str, GlobalModel],
-) -> None:
-    uploads = place.uploads()
-    rules = {rule.label: rule for rule in acts.rules_of(plan.recipe)}
-    first = plan.recipe.fusion[0].label
-    (made[first] if first in made else acts.fuse(uploads, uploads.broadcast, site)).save(place.model)
-    place.write_json(
-        "result.json",
-        {
-            "recipe_digest": plan.recipe.digest,
-            "partition": plan.split.digest,
-            "uploads": {upload.client: upload.content for upload in uploads},
-            "bytes_down": plan.traffic.down * len(uploads),
-            "bytes_up": plan.traffic.up * len(uploads),
-            "remarks": plan.remarks(),
-            "rules": {name: score.plain() for name, score in scores.items()},
-            "clients": {name: score.plain() for name, score in alone.items()},
-            "personalised": score_personal(rules, scores, alone, uploads, uploads.broadcast, plan.data.test, site),
-        },
-    )
-    curves = Result.read(place.path).curves
-    pictures.draw_accuracy(
-        {name: [curve] for name, curve in curves.items()},
-        place.path / "accuracy.png",
-        f"{plan.recipe.method} on {plan.data.name}",
-    )
-    shutil.rmtree(place.path / "clients", ignore_errors=True)
-
-
 def _log_trouble(emit: Emit, event: dict[str, Any]) -> None:
     """Pass an event on; what went wrong also goes into the log."""
     if event["event"] == "trouble" and emit is not silent:  # which logs it itself
         log.warning(event["text"])
     emit(event)
-
-
-@contextmanager
-def _logging(folder: Path) -> Iterator[None]:
-    """`run.log`: what happened when, in words."""
-    handler = logging.FileHandler(folder / "run.log", encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        handler.close()

@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from oneround.cli import comparing as comparing
 from oneround.cli import diagnosing as diagnosing
+from oneround.cli import federating as federating
 from oneround.cli import reporting as reporting
 from oneround.cli import running as running
 from oneround.cli import using as using

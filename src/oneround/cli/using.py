@@ -16,6 +16,7 @@ from oneround.cli.options import (
     DataOption,
     DeviceOption,
     ModelArgument,
+    SetOption,
     app,
     data_overrides,
     err,
@@ -83,8 +84,11 @@ def fuse(
                 "name it in the recipe's fusion list and run again"
             )
     named = {each.label: each for each in usable}
-    scores, alone = score_uploads(named, uploads, uploads.broadcast, there.test, site)
-    out.print(score_table(*({name: score.accuracy for name, score in part.items()} for part in (scores, alone))))
+    if len(there.test):
+        scores, alone = score_uploads(named, uploads, uploads.broadcast, there.test, site)
+        out.print(score_table(*({name: score.accuracy for name, score in part.items()} for part in (scores, alone))))
+    elif rule == "all":
+        raise DataError(f"{folder}: no test images here to compare rules on; name one with --rule, or give --data-dir")
     if rule != "all":
         written = target or folder / "fused" / rule
         acts.fuse(uploads, uploads.broadcast, site, usable[0]).save(written)
@@ -175,13 +179,15 @@ def methods(
     public: Annotated[
         int, typer.Option("--public", min=1, help="Public images at the server, where a method needs some.")
     ] = 5000,
+    sets: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the presets with what crosses the network, or explain one with its formula."""
     from oneround.describe import describe
 
     chosen = [name] if name else list(presets())
-    told = [describe(each, model, classes, public) for each in chosen]
+    overrides = [parse_override(text) for text in sets or []]
+    told = [describe(each, model, classes, public, overrides) for each in chosen]
     if as_json:
         typer.echo(json.dumps([method.plain() for method in told], ensure_ascii=False, indent=1))
         return

@@ -3,6 +3,7 @@
 from oneround.data import official as official
 from oneround.data.datasets import Loader, datasets, load_dataset
 from oneround.data.images import Dataset, Images, dataset_from_arrays
+from oneround.data.own import own_images
 from oneround.data.partition import Partition, Split, partitions
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "dataset_from_arrays",
     "datasets",
     "load_dataset",
+    "own_images",
     "partitions",
 ]

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
+import torch
 from pydantic import Field
 
 from oneround.data import files
-from oneround.data.images import Dataset, dataset_from_arrays
+from oneround.data.images import Dataset, Images, dataset_from_arrays
+from oneround.data.own import own_images
 from oneround.errors import DataError
 from oneround.parts import Part, Slot
 
@@ -20,6 +22,8 @@ class Loader(Part):
     """A data set that can be loaded. `mirror`: whether a mirror image keeps its label."""
 
     mirror: ClassVar[bool] = True
+    elsewhere: ClassVar[bool] = False
+    """Whether the training images are at the sites, so that there is nothing to deal out here."""
 
     def load(self, path: Path | None) -> Dataset:
         """Read it from `path` (a folder, or the file itself), or from the cache, filling it if needed."""
@@ -120,6 +124,34 @@ class ImageFolder(Loader):
         return kept
 
 
+@datasets.register("sites")
+class Sites(Loader):
+    """Every site has its own images; the recipe says which classes there are and how large an image is.
+
+    The server needs none. It may have test images, to score the model, and public ones, for methods that need some: `test` and
+    `public` in its `local.data_path`, each a folder of images by class or an .npz file (`test.npz`).
+    """
+
+    elsewhere: ClassVar[bool] = True
+    classes: Annotated[list[str], Field(min_length=2)]
+    """Their names; a site's classes are matched by name."""
+    size: Size = 32
+    """Images are this many pixels a side."""
+    grey: bool = False
+    """One channel instead of three."""
+
+    def load(self, path: Path | None) -> Dataset:
+        shape = (1 if self.grey else 3, self.size, self.size)
+
+        def part(name: str) -> Images:
+            there = [path / word for word in (name, f"{name}.npz") if (path / word).exists()] if path else []
+            if there:
+                return own_images(str(there[0]), self.classes, shape, {})
+            return Images(torch.zeros((0, *shape), dtype=torch.uint8), torch.zeros(0, dtype=torch.int64))
+
+        return Dataset(self.kind, part("public"), part("test"), tuple(self.classes))
+
+
 @datasets.register("arrays")
 class Arrays(Loader):
     """Arrays handed in from Python: `simulate.run(recipe, folder, data=dataset_from_arrays(...))`."""
@@ -166,6 +198,8 @@ def decoded(
         lost = next((file for file, label in labelled[part] if file not in found or label not in number), None)
         if lost is not None:
             raise DataError(f"{where}: {lost} is listed but its file or class is missing")
-        arrays.append(files.decode_images(where, [(file, found[file]) for file, _ in labelled[part]], size, channels))
+        arrays.append(
+            files.decode_images(where, [(file, found[file]) for file, _ in labelled[part]], (size, size), channels)
+        )
         arrays.append(np.array([number[label] for _, label in labelled[part]], np.int64))
     return dataset_from_arrays(name, *arrays, class_names=class_names, mirror=loader.mirror)

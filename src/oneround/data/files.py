@@ -122,16 +122,16 @@ def is_image(name: str) -> bool:
     return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".") and "__MACOSX" not in path.parts
 
 
-def decode_images(where: str, files: Sequence[tuple[str, Opener]], size: int, channels: int) -> Array:
-    """Image files → uint8 (n, size, size, channels), scaled to fit."""
+def decode_images(where: str, files: Sequence[tuple[str, Opener]], size: tuple[int, int], channels: int) -> Array:
+    """Image files → uint8 (n, height, width, channels), scaled to fit; `size` is (width, height)."""
 
     def decode(item: tuple[str, Opener]) -> Array:
         name, opener = item
-        return decode_image(f"{where}/{name}", opener, (size, size), channels)
+        return decode_image(f"{where}/{name}", opener, size, channels)
 
     with ThreadPoolExecutor() as pool:
         decoded = list(pool.map(decode, files, chunksize=64))
-    return np.stack(decoded) if decoded else np.zeros((0, size, size, channels), np.uint8)
+    return np.stack(decoded) if decoded else np.zeros((0, size[1], size[0], channels), np.uint8)
 
 
 def decode_image(where: str, opener: Opener, size: tuple[int, int], channels: int) -> Array:

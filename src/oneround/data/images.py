@@ -88,15 +88,8 @@ def dataset_from_arrays(
     mirror: bool = True,
 ) -> Dataset:
     """A data set from arrays: images (n, h, w), (n, h, w, c) or (n, c, h, w), uint8 or floats in 0…1; labels 0…C−1."""
-    train = Images(_pixels(name, "x_train", x_train), _labels(name, "y_train", y_train))
-    test = Images(_pixels(name, "x_test", x_test), _labels(name, "y_test", y_test))
-    for part, images in (("train", train), ("test", test)):
-        if len(images.pixels) != len(images.labels):
-            raise DataError(
-                f"{name}: {len(images.pixels)} images but {len(images.labels)} labels in x_{part}, y_{part}"
-            )
-        if len(images) == 0:
-            raise DataError(f"{name}: x_{part} is empty")
+    train = images_from_arrays(name, x_train, y_train, "_train")
+    test = images_from_arrays(name, x_test, y_test, "_test")
     if train.pixels.shape[1:] != test.pixels.shape[1:]:
         shapes = [tuple(images.pixels.shape[1:]) for images in (train, test)]
         raise DataError(
@@ -111,6 +104,16 @@ def dataset_from_arrays(
     names = _class_names(name, train, test, class_names)
     groups = None if group_train is None else _groups(name, group_train, len(train))
     return Dataset(name, train, test, names, groups, mirror)
+
+
+def images_from_arrays(name: str, x: Any, y: Any, part: str = "") -> Images:
+    """One holder's images and labels, checked; `part` tells x_train from x_test when something is wrong."""
+    images = Images(_pixels(name, f"x{part}", x), _labels(name, f"y{part}", y))
+    if len(images.pixels) != len(images.labels):
+        raise DataError(f"{name}: {len(images.pixels)} images but {len(images.labels)} labels in x{part}, y{part}")
+    if len(images) == 0:
+        raise DataError(f"{name}: x{part} is empty")
+    return images
 
 
 def _class_names(name: str, train: Images, test: Images, given: tuple[str, ...] | None) -> tuple[str, ...]:

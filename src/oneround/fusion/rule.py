@@ -6,6 +6,7 @@ A rule is a pure function of the uploads, so every rule is scored on the same up
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from oneround.site import Site
 
 class Rule(Part):
     """A way to turn uploads into one model."""
+
+    reveals: ClassVar[str] = ""
+    """What its statistics tell of a site's data, in words; nothing if it asks for none."""
 
     @property
     def needs_public(self) -> bool:

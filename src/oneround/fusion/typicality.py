@@ -13,6 +13,8 @@ Densities in different encoders are not comparable, so this is a heuristic. It r
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -34,6 +36,7 @@ SHUT = -1e30  # the log of a gate that lets nothing through
 class TypicalityGated(EnsembleRule):
     """Clients' Gaussian posteriors, weighted by sample count and by how typical x is of the client's data."""
 
+    reveals: ClassVar[str] = "mean features of every class and their common spread"
     beta: NotNegative = 1.0
     """Sharpness of the gate."""
     temperature: Positive = 1.0

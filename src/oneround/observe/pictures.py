@@ -53,7 +53,8 @@ def draw_partition(split: Split, class_names: Sequence[str], path: Path, title: 
     axes.scatter(label, client, s=420 * count / largest + 4, color="#3b6ea5", alpha=0.75, linewidths=0)
     if clients * classes <= 600:
         for y, x, n in zip(client, label, count, strict=True):
-            axes.annotate(str(n), (float(x), float(y)), ha="center", va="center", fontsize=6 if n > largest / 20 else 5)
+            size = 6 if n > largest / 20 else 5
+            axes.text(float(x), float(y), str(n), ha="center", va="center", fontsize=size, in_layout=False)
     axes.set_xticks(
         range(classes),
         class_names if classes <= 50 else [str(label) for label in range(classes)],

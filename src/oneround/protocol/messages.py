@@ -15,6 +15,7 @@ from torch import Tensor
 
 from oneround.errors import ProtocolError
 from oneround.protocol import blob
+from oneround.protocol.encoding import as_sent, decode, encode, layout_of
 from oneround.reading import parse_federated
 from oneround.recipe import Federated
 
@@ -90,6 +91,8 @@ class Upload:
     """What training measured, an entry an epoch."""
     stopped: str = ""
     """Why training ended before its time, if it did."""
+    encoding: str = "fp32"
+    """How its tensors travel; here they are as decoded."""
 
     @property
     def samples(self) -> int:
@@ -97,17 +100,23 @@ class Upload:
 
     @property
     def size(self) -> int:
-        """Bytes of its tensors."""
-        return size_of(self.weights) + size_of(self.statistics)
+        """Bytes of its tensors as they travel."""
+        return size_of(self._tensors())
 
     @property
     def content(self) -> str:
         """SHA-256 of what was learned: the tensors and whose they are, not times or paths."""
-        said = [self.client, self.recipe_digest, self.epoch, self.class_counts.tolist(), blob.checksum(self._tensors())]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        tensors = blob.checksum(self._tensors())
+        return _content(self.client, self.recipe_digest, self.epoch, self.class_counts.tolist(), tensors)
+
+    @staticmethod
+    def content_of(path: Path) -> str:
+        """The same, from what an upload file says of itself; for one whose tensors have been checked before."""
+        manifest = blob.peek(path, "upload")
+        return _content(*(manifest[key] for key in ("client", "recipe_digest", "epoch", "class_counts", "sha256")))
 
     def _tensors(self) -> dict[str, Tensor]:
-        return _prefixed(weights=self.weights, statistics=self.statistics)
+        return encode(_prefixed(weights=self.weights, statistics=self.statistics), self.encoding)
 
     def pack(self) -> bytes:
         manifest = {
@@ -150,20 +159,7 @@ class Upload:
             raise ProtocolError(
                 f"{where}: refused, it answers another recipe ({str(manifest.get('recipe_digest'))[:12]}…, expected {broadcast.digest[:12]}…)"
             )
-        expected = {
-            f"weights.{name}": (tuple(tensor.shape), tensor.dtype) for name, tensor in broadcast.weights.items()
-        }
-        expected |= {f"statistics.{name}": (shape, torch.float32) for name, shape in statistics.items()}
-        for name in sorted(expected.keys() | tensors.keys()):
-            if name not in tensors or name not in expected:
-                raise ProtocolError(
-                    f"{where}: refused, tensor {name} is {'missing' if name in expected else 'not asked for'}"
-                )
-            shape, dtype = tuple(tensors[name].shape), tensors[name].dtype
-            if (shape, dtype) != expected[name]:
-                raise ProtocolError(
-                    f"{where}: refused, {name} is {dtype} {shape}, expected {expected[name][1]} {expected[name][0]}"
-                )
+        tensors = _decoded(tensors, broadcast, statistics, where)
         counts = manifest.get("class_counts")
         if not (
             isinstance(counts, list)
@@ -183,10 +179,54 @@ class Upload:
         return Upload(
             client, broadcast.digest, epoch, torch.tensor(counts), **_parted(tensors, "weights", "statistics"),
             history=history if isinstance(history, list) else [], stopped=str(manifest.get("stopped", "")),
+            encoding=broadcast.recipe.upload.encoding,
         )  # fmt: skip
 
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+def _content(*said: object) -> str:
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def _decoded(tensors: dict[str, Tensor], broadcast: Broadcast, statistics: Shapes, where: str) -> dict[str, Tensor]:
+    """An upload's tensors, which must be the ones this broadcast asks for, as it asks for them."""
+    meant = {f"weights.{name}": value for name, value in layout_of(broadcast.weights).items()}
+    meant |= {f"statistics.{name}": (shape, torch.float32) for name, shape in statistics.items()}
+    encoding = broadcast.recipe.upload.encoding
+    expected, got = as_sent(meant, encoding), layout_of(tensors)
+    for name in sorted(expected.keys() | got.keys()):
+        if name not in got or name not in expected:
+            raise ProtocolError(
+                f"{where}: refused, tensor {name} is {'missing' if name in expected else 'not asked for'}"
+            )
+        if got[name] != expected[name]:
+            (shape, dtype), wanted = got[name], expected[name]
+            raise ProtocolError(f"{where}: refused, {name} is {dtype} {shape}, expected {wanted[1]} {wanted[0]}")
+    decoded = decode(tensors, encoding)
+    for name, tensor in decoded.items() if encoding != "fp32" else ():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ProtocolError(f"{where}: refused, {name} holds values that are not finite once decoded")
+    return decoded
+
+
+def check_norms(upload: Upload, broadcast: Broadcast, where: str) -> None:
+    """Refuse a tensor far larger than where everybody started: `upload.largest_norm` times the broadcast's norm.
+
+    A tensor that starts near zero (a bias, a running mean) may come to that many times one per entry. A running variance is a
+    square, so its bound is one too.
+    """
+    factor = broadcast.recipe.upload.largest_norm
+    for name, start in broadcast.weights.items():
+        if not start.is_floating_point():
+            continue
+        norm, floor = float(upload.weights[name].double().norm()), start.numel() ** 0.5
+        bound = factor ** (2 if name.endswith("running_var") else 1) * max(float(start.double().norm()), floor)
+        if norm > bound:
+            raise ProtocolError(
+                f"{where}: refused, {name} has norm {norm:.3g}, more than {bound:.3g} (upload.largest_norm = {factor:g})"
+            )
 
 
 def size_of(tensors: dict[str, Tensor]) -> int:

@@ -1,0 +1,121 @@
+"""What smaller uploads cost: bytes and accuracy of fp16 and int8 against fp32, on the same trained networks.
+
+    python benchmarks/encodings.py --out results/digits_encodings
+    python benchmarks/encodings.py --data cifar10 --data-dir DATA --epochs 50 --model resnet18 --batch-size 512 --out results/cifar10_encodings
+
+Every client trains once; its upload is then packed and read under each encoding and scored by every rule. The cost is the mean
+over partitions of the accuracy under an encoding minus that under fp32, in points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from oneround import acts
+from oneround.data import Dataset, load_dataset
+from oneround.evaluate import score_uploads
+from oneround.observe.environment import environment
+from oneround.protocol import Broadcast, Upload, UploadFolder
+from oneround.reading import change, load
+from oneround.recipe import Recipe
+from oneround.runs import RunFolder
+from oneround.simulate import run
+from oneround.site import Site
+
+ENCODINGS = ("fp32", "fp16", "int8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="fafi")
+    parser.add_argument("--data", default="digits")
+    parser.add_argument("--data-dir")
+    parser.add_argument("--model", default="cnn")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--clients", type=int, default=5)
+    parser.add_argument("--alpha", type=float, default=0.05)
+    parser.add_argument("--partitions", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    given = {
+        "data.kind": options.data, "local.data_path": options.data_dir, "model.encoder.kind": options.model, "snapshots": 0,
+        "training.batch_size": options.batch_size, "training.epochs": options.epochs,
+        "partition.clients": options.clients, "partition.alpha": options.alpha,
+    }  # fmt: skip
+    recipe = load(options.preset, given.items())
+    data = load_dataset(recipe.data, recipe.local.data_path)
+    seeds = range(1, options.partitions + 1)
+    measured = [measure(change(recipe, {"seeds.partition": seed}), data) for seed in seeds]
+    rules = list(measured[0]["fp32"]["accuracy"])
+    cost = {
+        encoding: {
+            rule: [100 * (one[encoding]["accuracy"][rule] - one["fp32"]["accuracy"][rule]) for one in measured]
+            for rule in rules
+        }
+        for encoding in ENCODINGS[1:]
+    }
+    sizes = {encoding: measured[0][encoding]["bytes"] for encoding in ENCODINGS}
+    figures = {
+        "settings": {key: str(value) for key, value in vars(options).items() if key not in ("data_dir", "out")},
+        "bytes": sizes, "share_of_fp32": {encoding: sizes[encoding] / sizes["fp32"] for encoding in ENCODINGS},
+        "cost_in_points": cost, "measured": measured, "environment": environment(Site("", local=recipe.local).device),
+    }  # fmt: skip
+    text = table(figures, rules)
+    print(text)
+    if options.out:
+        options.out.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
+        options.out.with_suffix(".md").write_text(text + "\n")
+
+
+def measure(recipe: Recipe, data: Dataset) -> dict[str, dict[str, object]]:
+    """Accuracy of every rule and bytes of an upload's tensors under every encoding, for one partition."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(recipe, Path(folder) / "run", data=data)
+        place = RunFolder(Path(folder) / "run")
+        trained, broadcast = list(place.uploads()), Broadcast.read(place.broadcast)
+        site = Site("server", local=recipe.local)
+        return {encoding: encoded(trained, broadcast, encoding, data, site, Path(folder)) for encoding in ENCODINGS}
+
+
+def encoded(
+    trained: list[Upload], broadcast: Broadcast, encoding: str, data: Dataset, site: Site, folder: Path
+) -> dict[str, object]:
+    """As if these uploads had been sent in that encoding: written, read, scored."""
+    federated = broadcast.recipe.model_copy(
+        update={"upload": broadcast.recipe.upload.model_copy(update={"encoding": encoding})}
+    )
+    asked = replace(broadcast, recipe=federated)
+    paths = [folder / encoding / f"{upload.client}.safetensors" for upload in trained]
+    for upload, path in zip(trained, paths, strict=True):
+        replace(upload, recipe_digest=asked.digest, encoding=encoding).write(path)
+    uploads = UploadFolder(paths, asked, acts.statistics_of(asked))
+    rules = {rule.label: rule for rule in acts.rules_of(federated)}
+    scores, _ = score_uploads(rules, uploads, asked, data.test, site)
+    return {"accuracy": {name: score.accuracy for name, score in scores.items()}, "bytes": uploads[0].size}
+
+
+def table(figures: dict[str, object], rules: list[str]) -> str:
+    """Points lost (−) or won per rule: mean over partitions, and the worst of them."""
+    settings, cost = figures["settings"], figures["cost_in_points"]
+    lines = [
+        f"{settings['preset']} on {settings['data']}, {settings['model']}, {settings['clients']} clients, α = {settings['alpha']}, "
+        f"{settings['epochs']} epochs, {settings['partitions']} partitions; an upload's tensors are "
+        + ", ".join(f"{size:,} bytes in {name}" for name, size in figures["bytes"].items()),
+        "",
+        "| encoding | bytes / fp32 | " + " | ".join(rules) + " |",
+        "|---" * (2 + len(rules)) + "|",
+    ]
+    for encoding, by_rule in cost.items():
+        cells = [f"{statistics.mean(values):+.2f} (worst {min(values):+.2f})" for values in by_rule.values()]
+        lines.append(f"| {encoding} | {figures['share_of_fp32'][encoding]:.3f} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

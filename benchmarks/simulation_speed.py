@@ -1,0 +1,106 @@
+"""Fifty clients, digits, the small CNN, one epoch each: Flower's simulation engine (Ray) against the in-process simulator.
+
+    python benchmarks/simulation_speed.py --out results/simulation_speed_cpu.json
+
+Both do the same work from the same recipe and end with the same uploads (checked). Each is timed as one more run of somebody who
+tries things out: the simulator is called in a Python process that has run something before, as in a sweep; Flower's SuperLink is up
+before the clock starts, then `flwr run` is timed until it ends. Beside it, cold: `oneround run` as a command, and Flower's time from
+the server's first line to its last, without the start of Ray and of its processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from oneround.federate.processes import SuperLink, free_port, write_app
+from oneround.observe.environment import environment
+from oneround.reading import change, load
+from oneround.simulate import run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=50)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    load_before = os.getloadavg()
+    given = {
+        "data.kind": "digits", "model.encoder": "cnn", "partition.kind": "iid", "partition.clients": options.clients,
+        "training.epochs": options.epochs, "training.batch_size": 64, "snapshots": 0, "fusion": ["average"], "local.workers": 1,
+    }  # fmt: skip
+    recipe = load("fafi", given.items())
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        (place / "recipe.yaml").write_text(recipe.to_yaml())
+        run(change(recipe, {"partition.clients": 2}), place / "before")
+        ours = timed(lambda: run(recipe, place / "ours"))
+        command = [
+            sys.executable,
+            "-m",
+            "oneround.cli",
+            "run",
+            str(place / "recipe.yaml"),
+            "--out",
+            str(place / "cold"),
+        ]
+        cold = timed(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))
+        theirs, served = through_flower(place, options.clients)
+        uploads = [json.loads((place / name / "result.json").read_text())["uploads"] for name in ("ours", "theirs")]
+    figures = {
+        "clients": options.clients, "epochs": options.epochs, "encoder": "cnn", "data": "digits",
+        "seconds": {
+            "in-process simulator": ours, "in-process simulator, as a command": cold,
+            "Flower simulation engine": theirs, "Flower simulation engine, between the server's first and last line": served,
+        },
+        "ratio": theirs / ours, "ratio_of_commands": theirs / cold, "ratio_without_start_up": served / ours,
+        "same_uploads": uploads[0] == uploads[1], "load_average_before": load_before,
+        "environment": environment(torch.device("cpu")),
+    }  # fmt: skip
+    print(json.dumps(figures, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def timed(work: Callable[[], object]) -> float:
+    started = time.monotonic()
+    work()
+    return time.monotonic() - started
+
+
+def through_flower(place: Path, clients: int) -> tuple[float, float]:
+    """Seconds of `flwr run`, and of it between the server's first and last line."""
+    link = SuperLink(place / "flower", "127.0.0.1", free_port(), options=("--simulation",)).start()
+    try:
+        config: dict[str, str | float] = {
+            "recipe": str(place / "recipe.yaml"), "out": str(place / "theirs"), "poll": 0.1, "farewell": 0.0,
+        }  # fmt: skip
+        started = time.monotonic()
+        nodes = f"num-supernodes={clients} client-resources-num-cpus=1"
+        child = link.run(write_app(place / "app"), config, ["--federation-config", nodes])
+        while not child.ended:
+            time.sleep(0.1)
+        took = time.monotonic() - started
+        if not (place / "theirs" / "result.json").exists():
+            raise SystemExit(child.said() + link.child.said())
+    finally:
+        link.stop()
+    lines = (place / "theirs" / "run.log").read_text().splitlines()
+    first, last = (datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f") for line in (lines[0], lines[-1]))
+    return took, (last - first).total_seconds()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+    main()

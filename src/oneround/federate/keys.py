@@ -1,0 +1,186 @@
+"""Who may take part: a certificate authority, the server's certificate, and a key pair for every site."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import ssl
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+
+from oneround.errors import DataError
+from oneround.federate.sites import NAME
+
+LOOPBACK = ("localhost", "127.0.0.1")
+
+
+class KeyFolder:
+    """A folder of keys. The server needs `ca.crt`, `server.crt`, `server.key` and `sites/*.pub`; a site `ca.crt` and its own key."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ca, self.ca_key = path / "ca.crt", path / "ca.key"
+        self.certificate, self.key = path / "server.crt", path / "server.key"
+
+    def public(self, site: str) -> Path:
+        return self.path / "sites" / f"{site}.pub"
+
+    def private(self, site: str) -> Path:
+        return self.path / "sites" / f"{site}.key"
+
+    @property
+    def sites(self) -> list[str]:
+        return sorted(file.stem for file in (self.path / "sites").glob("*.pub"))
+
+    def make(self, hosts: Sequence[str], sites: Sequence[str], days: float = 825) -> list[Path]:
+        """What is not there yet of an authority and a certificate for these hosts, and of a pair for every site named.
+
+        Nothing that is there is touched; a site that makes its own pair need not show its private key to anybody.
+        """
+        for site in sites:
+            if not re.match(NAME, site):
+                raise DataError(f"--site {site}: a site's name is letters, digits, _ . and -, at most 64")
+        (self.path / "sites").mkdir(parents=True, exist_ok=True)
+        made: list[Path] = []
+        if hosts and not self.ca.exists():
+            made += self._make_authority(days)
+        if hosts and not self.certificate.exists():
+            made += self._make_certificate(hosts, days)
+        for site in sites:
+            if not self.public(site).exists():
+                made += self._make_pair(site)
+        return made
+
+    def _make_authority(self, days: float) -> list[Path]:
+        key, name = ec.generate_private_key(ec.SECP384R1()), _name("oneround federation")
+        builder = _builder(name, name, key, days).add_extension(
+            x509.BasicConstraints(ca=True, path_length=0), critical=True
+        )
+        usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+        builder = builder.add_extension(usage, critical=True)
+        return self._write_certificate(builder.sign(key, hashes.SHA384()), self.ca, key, self.ca_key)
+
+    def _make_certificate(self, hosts: Sequence[str], days: float) -> list[Path]:
+        authority = x509.load_pem_x509_certificate(self.ca.read_bytes())
+        signer = load_pem_private_key(self.ca_key.read_bytes(), None)
+        assert isinstance(signer, ec.EllipticCurvePrivateKey)
+        key = ec.generate_private_key(ec.SECP384R1())
+        names = x509.SubjectAlternativeName([_alternative(host) for host in dict.fromkeys([*hosts, *LOOPBACK])])
+        builder = _builder(_name("oneround server"), authority.subject, key, days).add_extension(names, critical=False)
+        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+        builder = builder.add_extension(issuer, critical=False)
+        return self._write_certificate(builder.sign(signer, hashes.SHA384()), self.certificate, key, self.key)
+
+    def _make_pair(self, site: str) -> list[Path]:
+        """In the form of ssh-keygen, which Flower reads."""
+        key = ec.generate_private_key(ec.SECP384R1())
+        _write_secret(self.private(site), key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+        self.public(site).write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+        return [self.private(site), self.public(site)]
+
+    @staticmethod
+    def _write_certificate(
+        made: x509.Certificate, path: Path, key: ec.EllipticCurvePrivateKey, key_path: Path
+    ) -> list[Path]:
+        _write_secret(key_path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        path.write_bytes(made.public_bytes(Encoding.PEM))
+        return [path, key_path]
+
+    def check_server(self) -> None:
+        """What a server needs is there, and its certificate is valid today."""
+        for file in (self.ca, self.certificate, self.key):
+            if not file.is_file():
+                raise DataError(
+                    f"{file}: not there; make it with oneround federate keys {self.path} --host THIS-MACHINE --site NAME"
+                )
+        for file in (self.ca, self.certificate):
+            check_dates(file)
+        if not self.sites:
+            raise DataError(
+                f"{self.path}/sites: no site's public key, nobody could take part; add one with oneround federate keys {self.path} --site NAME"
+            )
+
+
+def check_dates(file: Path) -> None:
+    """A certificate that is valid today, or a line that says when it was."""
+    try:
+        certificate = x509.load_pem_x509_certificate(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: not a readable certificate ({error})") from None
+    now, end, start = datetime.now(UTC), certificate.not_valid_after_utc, certificate.not_valid_before_utc
+    if not start <= now <= end:
+        state = f"expired on {end:%Y-%m-%d}" if now > end else f"valid only from {start:%Y-%m-%d}"
+        raise DataError(
+            f"{file}: {state}; remove it and make a new one with oneround federate keys {file.parent} --host NAME"
+        )
+
+
+def check_server_at(address: str, authority: Path) -> str:
+    """Shake hands with the server: '' if all is well or nobody is there yet; a refusal is a `DataError`."""
+    host, _, port = address.rpartition(":")
+    try:
+        context = ssl.create_default_context(cafile=str(authority))
+        with (
+            socket.create_connection((host, int(port)), timeout=5) as plain,
+            context.wrap_socket(plain, server_hostname=host),
+        ):
+            return ""
+    except ssl.SSLCertVerificationError as error:
+        raise DataError(
+            f"{address}: its certificate is refused, {error.verify_message}; ask the server's operator"
+        ) from None
+    except (ssl.SSLError, ConnectionResetError) as error:
+        raise DataError(
+            f"{address}: does not speak TLS ({error}); is it a oneround server without --insecure?"
+        ) from None
+    except (OSError, ValueError) as error:
+        return f"{address}: nobody answers yet ({error}); waiting"
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+
+
+def _alternative(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: float
+) -> x509.CertificateBuilder:
+    """Dated from yesterday, so that clocks may differ."""
+    now = datetime.now(UTC)
+    identity = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(min(now, now + timedelta(days=days)) - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(identity, critical=False)
+    )
+
+
+def _write_secret(path: Path, raw: bytes) -> None:
+    """Readable by its owner only, from the first byte on."""
+    path.touch(mode=0o600)
+    path.write_bytes(raw)

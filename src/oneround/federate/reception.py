@@ -1,0 +1,234 @@
+"""The server's desk: what comes in is checked, written down, and only then counted. It knows nothing of how things travel."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from oneround import acts
+from oneround.closing import Facts, finish, record
+from oneround.data import Dataset, datasets, partitions
+from oneround.errors import ProtocolError, RecipeError, RunError
+from oneround.evaluate import Score, score_uploads
+from oneround.federate.sites import NAME
+from oneround.learning.schedules import schedules
+from oneround.observe.environment import environment
+from oneround.observe.words import duration, size_in_words
+from oneround.protocol import Broadcast, GlobalModel, Upload, UploadFolder, blob
+from oneround.protocol.messages import check_norms
+from oneround.recipe import Recipe
+from oneround.runs import Plan, RunFolder
+from oneround.site import Site, choose_device
+
+log = logging.getLogger("oneround")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of an upload."""
+
+    client: str
+    counted: bool
+    text: str
+
+
+class Desk:
+    """One run at the server: its folder, what every site is sent, and the uploads it has."""
+
+    def __init__(self, recipe: Recipe, data: Dataset, place: RunFolder) -> None:
+        self.place, self.data = place, data
+        self.plan = None if datasets.of(recipe.data).elsewhere else Plan.of(recipe, data)
+        self.recipe = self.plan.recipe if self.plan else acts.settle(recipe, data)
+        if self.recipe.alignment and schedules.of(self.recipe.alignment.schedule).needs_others:
+            raise RecipeError(
+                f"alignment.schedule = {self.recipe.alignment.schedule.kind}: needs the other clients every epoch, which only a "
+                "simulation can offer; choose another"
+            )
+        if self.recipe.quorum and self.recipe.quorum > self.expected:
+            raise RecipeError(f"quorum = {self.recipe.quorum}: must be ≤ {self.expected}, the number of sites")
+        self.started = time.monotonic()
+        self.broadcast = self._open()
+        self.sent = place.broadcast.read_bytes()
+        self.statistics = acts.statistics_of(self.broadcast)
+        self.held = self._held()
+        self.late = place.result.exists()
+        """Whether the model is made already: what comes now is kept for `oneround fuse`."""
+
+    def _open(self) -> Broadcast:
+        """Begin the run's folder, or go on with what is in it."""
+        place = self.place
+        if place.recipe.exists() and place.read_recipe().digest != self.recipe.digest:
+            raise RecipeError(
+                f"{place.path}: was begun with another recipe ({place.recipe}); use that one, or choose another --out"
+            )
+        if not (place.recipe.exists() and place.broadcast.exists()):
+            place.write_json("environment.json", environment(choose_device(self.recipe.local.device)))
+            self._prepare().write(place.broadcast)
+            if self.plan:
+                place.write_json("partition.json", self.plan.partition())
+            blob.write_durably(place.recipe, self.recipe.to_yaml().encode())
+        return Broadcast.read(place.broadcast)
+
+    def _prepare(self) -> Broadcast:
+        if self.plan:
+            return self.plan.prepare()
+        if self.recipe.public and not len(self.data.train):
+            raise RecipeError(
+                f"public = {self.recipe.public:g}: the server has no public images; put them into public/ below local.data_path"
+            )
+        return acts.prepare(self.recipe, self.data.class_names, self.data.shape, self._server())
+
+    def _server(self) -> Site:
+        """Who fuses: with the images the server holds itself."""
+        if self.plan:
+            return self.plan.server(self.place.path)
+        own = self.data.train if len(self.data.train) else None
+        return Site("server", own, self.place.path, self.recipe.local)
+
+    def _held(self) -> dict[str, str]:
+        """Uploads that are there already and good, by client, with the digest of what was learned."""
+        held = {}
+        for path in sorted((self.place.path / "uploads").glob("*.safetensors")):
+            try:
+                held[path.stem] = Upload.read(path, self.broadcast, self.statistics).content
+            except ProtocolError as error:
+                log.warning("%s; moved to quarantine, it is asked for again", error)
+                path.rename(self._quarantine(path.stem))
+        if held:
+            log.info("%d uploads are here already: %s", len(held), ", ".join(held))
+        return held
+
+    # --- taking uploads --------------------------------------------------------------------------------------------------
+
+    def take(self, raw: bytes, sender: str, name: str = "") -> Verdict:
+        """Check an upload, write it durably, count it. `name`: whom the sender's key is registered for, if that is known."""
+        try:
+            upload = Upload.unpack(raw, self.broadcast, self.statistics, sender)
+            check_norms(upload, self.broadcast, sender)
+            self._check_name(upload.client, name, sender)
+            if upload.epoch != self.recipe.training.epochs and not upload.stopped:
+                raise ProtocolError(
+                    f"{sender}: refused, trained {upload.epoch} of {self.recipe.training.epochs} epochs"
+                )
+        except ProtocolError as error:
+            return self._refuse(raw, sender, str(error))
+        client, content = upload.client, upload.content
+        if client in self.held:
+            if self.held[client] == content:
+                return self._say(Verdict(client, True, f"{client}: the same upload again, it is counted already"))
+            reason = (
+                f"{sender}: refused, another upload of {client} is counted already; give every site a name of its own"
+            )
+            return self._refuse(raw, sender, reason)
+        blob.write_durably(self.place.upload(client), raw)
+        self.held[client] = content
+        kept = "kept for oneround fuse, the model is made already" if self.late else "counted"
+        size, of = size_in_words(len(raw)), f"{len(self.held)} of {self.expected}"
+        return self._say(Verdict(client, True, f"{client}: upload of {size} {kept} ({of})"))
+
+    def _check_name(self, client: str, registered: str, sender: str) -> None:
+        if not re.match(NAME, client):
+            raise ProtocolError(f"{sender}: refused, {client[:80]!r} is no name for a site (letters, digits, _ . -)")
+        if registered and client != registered:
+            raise ProtocolError(f"{sender}: refused, it speaks for {client} but its key is registered for {registered}")
+
+    def _refuse(self, raw: bytes, sender: str, reason: str) -> Verdict:
+        kept = self._quarantine(sender)
+        blob.write_durably(kept, raw)
+        log.warning("%s (kept in %s)", reason, kept.relative_to(self.place.path))
+        return Verdict(sender, False, reason)
+
+    def _quarantine(self, sender: str) -> Path:
+        """A place for a bad upload that nothing reads; a few per sender, the oldest goes first."""
+        folder = self.place.path / "quarantine"
+        folder.mkdir(exist_ok=True)
+        word = re.sub(r"[^A-Za-z0-9_.-]", "_", sender)[:80] or "unknown"
+        there = sorted(folder.glob(f"{word}.*.bin"), key=lambda path: path.stat().st_mtime_ns)
+        if len(there) >= 3:
+            there[0].unlink()
+        return folder / f"{word}.{time.time_ns()}.bin"
+
+    @staticmethod
+    def _say(verdict: Verdict) -> Verdict:
+        log.info(verdict.text)
+        return verdict
+
+    # --- when to fuse, and fusing ----------------------------------------------------------------------------------------
+
+    @property
+    def expected(self) -> int:
+        """How many sites take part."""
+        return len(self.plan.clients) if self.plan else partitions.of(self.recipe.partition).clients
+
+    @property
+    def quorum(self) -> int:
+        return self.recipe.quorum or self.expected
+
+    @property
+    def waited(self) -> float:
+        return time.monotonic() - self.started
+
+    def done(self) -> bool:
+        """Whether to stop waiting: all are here; or the deadline has passed; or, without one, the quorum is here."""
+        deadline, here = self.recipe.deadline, len(self.held)
+        if here >= self.expected or (deadline is None and here >= self.quorum and not self.late):
+            return True
+        return deadline is not None and self.waited >= deadline
+
+    def conclude(self) -> None:
+        """Fuse what is here into the model and write the result."""
+        here = len(self.held)
+        if self.late:
+            log.info("the model was made before; fuse again with oneround fuse %s", self.place.path)
+            return
+        if here < self.expected:
+            passed = (
+                f"the deadline of {duration(self.recipe.deadline)} passed"
+                if self.recipe.deadline
+                else "the quorum is here"
+            )
+            log.info("%s: %d of %d uploads, quorum %d", passed, here, self.expected, self.quorum)
+        if here < self.quorum:
+            raise RunError(
+                f"{self.place.path}: {here} of {self.expected} uploads when the deadline of {duration(self.recipe.deadline or 0)} "
+                f"passed, quorum = {self.quorum}; nothing is fused, they are kept: start the server again to go on waiting"
+            )
+        self._fuse()
+
+    def _fuse(self) -> None:
+        place, broadcast, recipe = self.place, self.broadcast, self.recipe
+        uploads = UploadFolder([place.upload(name) for name in sorted(self.held)], broadcast, self.statistics)
+        site = self._server()
+        made: dict[str, GlobalModel] = {}
+        scores: dict[str, Score] = {}
+        alone: dict[str, Score] = {}
+        started = time.monotonic()
+        if len(self.data.test):
+            rules = {rule.label: rule for rule in acts.rules_of(recipe)}
+            with site.arithmetic(sum(tensor.numel() for tensor in broadcast.weights.values())):
+                scores, alone = score_uploads(rules, uploads, broadcast, self.data.test, site, made)
+        place.metrics.keep([])
+        record(place, uploads, range(1, recipe.training.epochs + 1), scores, alone, {}, time.monotonic() - started)
+        traffic = {path.stem: (len(self.sent), path.stat().st_size) for path in uploads.paths}
+        facts = Facts(self.data.name, self._partition(), traffic, self._remarks())
+        finish(place, uploads, site, facts, scores, alone, made, self.data.test)
+        told = (
+            ", ".join(f"{name} {score.accuracy:.2%}" for name, score in scores.items())
+            or "no test images here to score it"
+        )
+        log.info("fused %d uploads: %s", len(uploads), told)
+
+    def _partition(self) -> str:
+        """Who held what, as far as is known here: of the partition, or of the sites and what they said."""
+        if self.plan:
+            return self.plan.split.digest
+        return hashlib.sha256(repr(sorted(self.held.items())).encode()).hexdigest()
+
+    def _remarks(self) -> list[str]:
+        told = self.plan.remarks() if self.plan else []
+        missing = self.expected - len(self.held)
+        return told + ([f"{missing} of {self.expected} sites are missing: no upload in time"] if missing else [])

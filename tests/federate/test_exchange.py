@@ -1,0 +1,249 @@
+"""The exchange of messages, in one process: same uploads as a simulation, and what the server does when sites misbehave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Context, Error, Message
+from flwr.common.constant import ErrorCode
+from inprocess import InProcess
+
+from conftest import small_recipe
+from oneround.data import Dataset
+from oneround.errors import RecipeError, RunError
+from oneround.federate.carrying import TRAIN, parcel
+from oneround.federate.client import app as client_app
+from oneround.federate.reception import Desk
+from oneround.federate.server import Pace, serve
+from oneround.reading import change, load
+from oneround.recipe import Recipe
+from oneround.runs import Result
+from oneround.simulate import run as simulate
+
+NOW = Pace(poll=0.01, patience=0.0, farewell=0.0)
+SHARES: dict[int, dict[str, Any]] = {10 + k: {"partition-id": k, "num-partitions": 3} for k in range(3)}
+
+
+def three(**changes: Any) -> Recipe:
+    return small_recipe(partition__clients=3, partition__alpha=0.3, local__workers=1, **changes)
+
+
+def result(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text())
+
+
+def log_of(folder: Path) -> str:
+    return (folder / "run.log").read_text()
+
+
+def deadline_when(patch: pytest.MonkeyPatch, true: Callable[[Desk], bool]) -> None:
+    """Let the recipe's deadline pass at a moment of the test's choice, however slow the machine is."""
+    patch.setattr(Desk, "waited", property(lambda desk: 1e9 if true(desk) else 0.0))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"upload__encoding": "int8"},
+        {"upload__encoding": "fp16"},
+        {"reveal__class_counts": False, "fusion": ["iffi", "average"]},
+    ],
+    ids=["plain", "int8", "fp16", "hidden"],
+)
+def test_the_same_uploads_and_scores_as_a_simulation(digits: Dataset, tmp_path: Path, changes: dict[str, Any]) -> None:
+    recipe = three(**changes)
+    simulate(recipe, tmp_path / "simulated", data=digits)
+    serve(InProcess(SHARES), recipe, tmp_path / "carried", NOW)
+    here, there = result(tmp_path / "simulated"), result(tmp_path / "carried")
+    for key in ("recipe_digest", "partition", "uploads", "rules", "clients", "remarks"):
+        assert here[key] == there[key], key
+    assert Result.read(tmp_path / "carried").curves == Result.read(tmp_path / "simulated").curves
+    sizes = {path.stem: path.stat().st_size for path in (tmp_path / "carried" / "uploads").iterdir()}
+    assert {name: told["up"] for name, told in there["traffic"].items()} == sizes
+
+
+@pytest.mark.parametrize("preset", ["v12", "bank"])
+def test_methods_with_anchors_or_public_images_need_nothing_else(digits: Dataset, tmp_path: Path, preset: str) -> None:
+    small = {"model.encoder": {"kind": "cnn", "width": 4}, "training.epochs": 1, "training.batch_size": 64}
+    more = {"partition.clients": 3, "local.workers": 1} | ({"bank.teacher_epochs": 1} if preset == "bank" else {})
+    recipe = load(preset, {**small, **more}.items())
+    simulate(recipe, tmp_path / "simulated", data=digits)
+    serve(InProcess(SHARES), recipe, tmp_path / "carried", NOW)
+    assert result(tmp_path / "carried")["uploads"] == result(tmp_path / "simulated")["uploads"]
+
+
+def test_what_only_a_simulation_can_do_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"alignment.schedule = consensus: .*only a simulation"):
+        serve(InProcess(SHARES), three(alignment={"schedule": "consensus"}), tmp_path / "run", NOW)
+
+
+def test_a_quorum_nobody_can_reach_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"quorum = 4: must be ≤ 3, the number of sites"):
+        serve(InProcess(SHARES), three(quorum=4), tmp_path / "run", NOW)
+
+
+class Moody:
+    """The ClientApp, except for one node, whose instructions go wrong so many times."""
+
+    def __init__(self, node: int, error: int | None, times: int) -> None:
+        self.node, self.error, self.left = node, error, times
+        self.trained = 0
+
+    def __call__(self, message: Message, context: Context) -> Message | None:
+        train = message.metadata.message_type == TRAIN
+        if train and context.node_id == self.node and self.left:
+            self.left -= 1
+            return None if self.error is None else Message(Error(self.error, "out of memory"), reply_to=message)
+        self.trained += train
+        return client_app(message, context)
+
+
+def test_a_lost_instruction_is_pushed_again(tmp_path: Path) -> None:
+    moody = Moody(11, None, times=1)
+    serve(InProcess(SHARES, answer=moody), three(), tmp_path / "run", NOW)
+    assert log_of(tmp_path / "run").count("node 11 has lost its instruction; asked again") == 1
+    assert len(result(tmp_path / "run")["uploads"]) == 3 and moody.trained == 3
+
+
+def test_a_site_that_fails_is_asked_again_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crashed = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+    serve(InProcess(SHARES, answer=Moody(11, crashed, times=2)), three(), tmp_path / "mended", NOW)
+    assert len(result(tmp_path / "mended")["uploads"]) == 3
+    deadline_when(monkeypatch, lambda desk: "given up" in log_of(desk.place.path) and len(desk.held) > 1)
+    with pytest.raises(
+        RunError, match=r"2 of 3 uploads when the deadline of 60 s passed, quorum = 3; nothing is fused"
+    ):
+        serve(InProcess(SHARES, answer=Moody(11, crashed, times=99)), three(deadline=60.0), tmp_path / "broken", NOW)
+    told = log_of(tmp_path / "broken")
+    assert told.count("node 11 failed (out of memory)") == 3 and "asked 3 times, given up" in told
+    assert not (tmp_path / "broken" / "result.json").exists()
+    monkeypatch.undo()
+    serve(InProcess(SHARES), three(deadline=60.0), tmp_path / "broken", NOW)  # the operator starts it again
+    assert len(result(tmp_path / "broken")["uploads"]) == 3
+
+
+def test_a_site_that_went_away_is_asked_when_it_is_back(tmp_path: Path) -> None:
+    moody = Moody(12, ErrorCode.NODE_UNAVAILABLE, times=5)
+    serve(InProcess(SHARES, answer=moody), three(), tmp_path / "run", NOW)
+    assert "node 12 went away; it is asked again when it is back" in log_of(tmp_path / "run")
+    assert moody.trained == 3
+
+
+def test_a_server_started_again_asks_only_for_what_it_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moody = Moody(12, None, times=99)
+    deadline_when(monkeypatch, lambda desk: len(desk.held) == 2 and moody.left < 99)
+    with pytest.raises(RunError, match="start the server again to go on waiting"):
+        serve(InProcess(SHARES, answer=moody), three(deadline=60.0), tmp_path / "run", NOW)
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "run" / "uploads").iterdir()}
+    assert len(kept) == 2
+    monkeypatch.undo()
+    again = Moody(0, None, times=0)
+    names = {10: "client_000", 11: "client_001", 12: "client_002"}
+    serve(InProcess(SHARES, names, again), three(deadline=60.0), tmp_path / "run", NOW)
+    assert again.trained == 1, "two are known by their keys and told that they are counted"
+    assert {name: (tmp_path / "run" / "uploads" / name).read_bytes() for name in kept} == kept
+
+
+def test_a_client_keeps_its_upload_and_sends_it_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nodes = dict(SHARES)
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "site.yaml").write_text(f"name: client_000\nshare: 0\nfolder: {site}\n")
+    nodes[10] = {"site": str(site / "site.yaml")}
+    serve(InProcess(nodes), three(), tmp_path / "first", NOW)
+    serve(InProcess(nodes), three(), tmp_path / "second", NOW)  # a server that lost everything
+    told = (site / "site.log").read_text()
+    assert told.count(" epoch 1:") == 1 and "the upload that was kept is sent again" in told
+    assert result(tmp_path / "first")["uploads"] == result(tmp_path / "second")["uploads"]
+    (kept,) = site.glob("*/upload.safetensors")
+    kept.write_bytes(kept.read_bytes()[:-1])
+    (kept.parent / "state.safetensors").write_bytes(b"torn")
+    serve(InProcess(nodes), three(), tmp_path / "third", NOW)
+    assert result(tmp_path / "third")["uploads"] == result(tmp_path / "first")["uploads"]
+    assert "truncated" in (site / "site.log").read_text()
+    (verdict,) = site.glob("*/counted.json")
+    assert json.loads(verdict.read_text())["counted"] == "yes"
+
+
+def test_nobody_speaks_in_the_name_of_another(tmp_path: Path) -> None:
+    names = {10: "client_000", 11: "client_002", 12: "client_002"}  # whom their keys are registered for
+    serve(InProcess(SHARES, names), three(quorum=2), tmp_path / "run", NOW)
+    assert "client_002: refused, it speaks for client_001 but its key is registered for client_002" in log_of(
+        tmp_path / "run"
+    )
+    assert list(result(tmp_path / "run")["uploads"]) == ["client_000", "client_002"]
+
+
+# --- images of the sites' own --------------------------------------------------------------------------------------------
+
+
+def own_sites(digits: Dataset, tmp_path: Path) -> tuple[Recipe, dict[int, dict[str, Any]]]:
+    """Two sites with .npz files whose classes are numbered each in its own way, and a server that has test images only."""
+    names = ["zero", "one", "two"]
+    (tmp_path / "server").mkdir()
+    test = digits.test.labels < 3
+    np.savez(
+        tmp_path / "server" / "test.npz",
+        x=digits.test.pixels[test].numpy(),
+        y=np.array(names)[digits.test.labels[test]],
+    )
+    nodes = {}
+    for number, order in enumerate((["one", "zero"], ["two", "une"])):
+        meant = [names.index({"une": "one"}.get(word, word)) for word in order]
+        mine = [int(at) for at, label in enumerate(digits.train.labels) if int(label) in meant][number::2]
+        labels = np.array([meant.index(int(digits.train.labels[at])) for at in mine])
+        np.savez(tmp_path / f"{number}.npz", x=digits.train.pixels[mine].numpy(), y=labels, class_names=order)
+        file = tmp_path / f"site_{number}.yaml"
+        file.write_text(f"name: site-{number}\ndata: {tmp_path / f'{number}.npz'}\nlabels: {{une: one}}\n")
+        nodes[number] = {"site": str(file)}
+    recipe = small_recipe(
+        data={"kind": "sites", "classes": names, "size": 8, "grey": True}, partition__clients=2, training__epochs=3,
+        training__augment__flip=0.0, fusion=["typicality-gated", "iffi"], local__data_path=str(tmp_path / "server"),
+    )  # fmt: skip
+    return recipe, nodes
+
+
+def test_sites_bring_their_own_images_and_classes_are_matched_by_name(digits: Dataset, tmp_path: Path) -> None:
+    recipe, nodes = own_sites(digits, tmp_path)
+    serve(InProcess(nodes), recipe, tmp_path / "run", NOW)
+    found = result(tmp_path / "run")
+    assert found["rules"]["typicality-gated"]["accuracy"] > 0.8, "matched by number it would be a third at most"
+    assert list(found["uploads"]) == ["site-0", "site-1"]
+
+
+def test_a_server_without_images_makes_the_model_all_the_same(digits: Dataset, tmp_path: Path) -> None:
+    recipe, nodes = own_sites(digits, tmp_path)
+    (tmp_path / "server" / "test.npz").unlink()
+    serve(InProcess(nodes), recipe, tmp_path / "run", NOW)
+    assert "no test images here to score it" in log_of(tmp_path / "run")
+    assert (tmp_path / "run" / "model" / "manifest.json").exists() and result(tmp_path / "run")["rules"] == {}
+
+
+def test_a_class_the_recipe_does_not_know_is_told_before_training(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadline_when(monkeypatch, lambda desk: "does not know" in log_of(desk.place.path))
+    recipe, nodes = own_sites(digits, tmp_path)
+    file = Path(nodes[1]["site"])
+    file.write_text(file.read_text().replace("labels: {une: one}", f"folder: {tmp_path / 'kept'}"))
+    with pytest.raises(RunError, match="1 of 2 uploads"):
+        serve(InProcess(nodes), change(recipe, {"deadline": 1.0}), tmp_path / "run", NOW)
+    told = "the recipe does not know 'une'; it knows 'zero', 'one', 'two'"
+    assert told in log_of(tmp_path / "run") and told in (tmp_path / "kept" / "site.log").read_text()
+    assert "epoch" not in (tmp_path / "kept" / "site.log").read_text()
+
+
+def test_an_answer_without_a_file_is_refused(tmp_path: Path) -> None:
+    def empty(message: Message, context: Context) -> Message:
+        if context.node_id == 10 and message.metadata.message_type == TRAIN:
+            return Message(parcel({"name": "x"}), reply_to=message)
+        return client_app(message, context)
+
+    serve(InProcess(SHARES, answer=empty), three(quorum=2), tmp_path / "run", NOW)
+    assert "node 10: refused, there is no safetensors file in the message" in log_of(tmp_path / "run")

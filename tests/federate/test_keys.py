@@ -1,0 +1,96 @@
+"""Keys and the gate: what is made fits together, what is there is not touched, and only sites' messages come in from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+from typer.testing import CliRunner
+
+from oneround.cli import app
+from oneround.errors import DataError, OneroundError
+from oneround.federate.keys import KeyFolder
+from oneround.federate.superlink import Gate
+
+
+def test_keys_fit_together_and_are_made_once(tmp_path: Path) -> None:
+    keys = KeyFolder(tmp_path / "keys")
+    made = keys.make(["fed.example.org", "10.0.0.7"], ["hospital-a"])
+    authority, server = (x509.load_pem_x509_certificate(path.read_bytes()) for path in (keys.ca, keys.certificate))
+    server.verify_directly_issued_by(authority)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["fed.example.org", "localhost"]
+    assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.7", "127.0.0.1"]
+    ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(keys.certificate, keys.key)
+    private = load_ssh_private_key(keys.private("hospital-a").read_bytes(), None)
+    assert isinstance(private, ec.EllipticCurvePrivateKey)
+    assert private.public_key() == load_ssh_public_key(keys.public("hospital-a").read_bytes())
+    assert {path.stat().st_mode & 0o077 for path in made if path.suffix == ".key"} == {0}
+    before = {path: path.read_bytes() for path in made}
+    assert [path.name for path in keys.make(["other"], ["hospital-a", "b"])] == ["b.key", "b.pub"]
+    assert {path: path.read_bytes() for path in before} == before
+    keys.check_server()
+
+
+def test_a_site_makes_only_its_own_pair(tmp_path: Path) -> None:
+    keys = KeyFolder(tmp_path)
+    assert {path.suffix for path in keys.make([], ["b"])} == {".key", ".pub"} and not keys.ca.exists()
+    with pytest.raises(DataError, match=r"ca.crt: not there; make it with oneround federate keys"):
+        keys.check_server()
+    with pytest.raises(DataError, match=r"--site ../x: a site's name is letters"):
+        keys.make([], ["../x"])
+
+
+def refused(*words: str) -> str:
+    error = CliRunner().invoke(app, words).exception
+    assert isinstance(error, OneroundError) and "\n" not in str(error)
+    return str(error)
+
+
+def test_what_the_commands_refuse(tmp_path: Path) -> None:
+    assert "name what to make" in refused("federate", "keys", str(tmp_path / "keys"))
+    assert "give --keys FOLDER" in refused("federate", "server", "demo", "--out", str(tmp_path / "out"))
+    outside = ["federate", "server", "demo", "--insecure", "--host", "0.0.0.0", "--out", str(tmp_path / "out")]
+    assert "--insecure with --host 0.0.0.0: only on this machine" in refused(*outside)
+    client = ["federate", "client", "--insecure", "--name", "a", "--folder", str(tmp_path / "a")]
+    assert "only on this machine" in refused(*client, "--server", "10.1.2.3:9092", "--set", "share=0")
+    assert "write it as HOST:PORT" in refused(*client, "--server", "localhost", "--set", "share=0")
+    assert "no such file or folder" in refused(*client, "--server", "localhost:1", "--data", str(tmp_path / "none"))
+    assert "give data" in refused(*client, "--server", "localhost:1")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "passes"),
+    [
+        ("/v1/fleet/pull-messages", "10.0.0.9", True),
+        ("/health", "10.0.0.9", True),
+        ("/v1/control/start-run", "10.0.0.9", False),
+        ("/v1/control/register-node", "10.0.0.9", False),
+        ("/v1/runtime/acquire-task", "10.0.0.9", False),
+        ("/docs", "10.0.0.9", False),
+        ("/v1/control/start-run", "127.0.0.1", True),
+        ("/v1/runtime/acquire-task", "::1", True),
+        ("/v1/fleetingly", "10.0.0.9", False),
+    ],
+)
+def test_the_gate(path: str, host: str, passes: bool) -> None:
+    """Flower's commands and its server process ask for no key; from other machines only sites' messages come through."""
+    passed: list[str] = []
+    answers: list[dict[str, Any]] = []
+
+    async def inside(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(scope["path"])
+
+    async def send(message: dict[str, Any]) -> None:
+        answers.append(message)
+
+    asyncio.run(Gate(inside)({"type": "http", "path": path, "client": (host, 5)}, None, send))
+    assert passed == ([path] if passes else [])
+    assert [answer.get("status") for answer in answers] == ([] if passes else [403, None])
