@@ -11,6 +11,7 @@ import torch
 
 from oneround import acts
 from oneround.data import Dataset, dataset_from_arrays, load_dataset, partitions
+from oneround.fusion import rules
 from oneround.protocol import Broadcast, Upload
 from oneround.reading import load
 from oneround.recipe import Recipe
@@ -28,6 +29,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def digits() -> Dataset:
     return load_dataset(load("fafi").data)
+
+
+NETWORK_RULES = [kind for kind in sorted(rules.kinds) if not rules.parse(kind).needs_public]
+"""Rules that need uploads and nothing else."""
 
 
 def small_recipe(preset: str = "fafi", **changes: Any) -> Recipe:
@@ -48,7 +53,10 @@ def labelled(labels: Any, classes: int | None = None, groups: Any = None) -> Dat
 @pytest.fixture(scope="session")
 def federation(digits: Dataset) -> tuple[Recipe, Broadcast, list[Upload]]:
     """A trained federation of three clients on digits, with every built-in rule's statistics."""
-    recipe = acts.settle(small_recipe(partition__clients=3, partition__alpha=0.3, training__epochs=2), digits)
+    first = [part.kind for part in small_recipe().fusion]
+    fusion = [*first, *sorted(set(NETWORK_RULES) - set(first))]
+    given = small_recipe(partition__clients=3, partition__alpha=0.3, training__epochs=2, fusion=fusion)
+    recipe = acts.settle(given, digits)
     split = partitions.of(recipe.partition).split(digits, 1)
     broadcast = acts.prepare(recipe, digits.class_names, digits.shape)
     uploads = [

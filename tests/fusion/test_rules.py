@@ -9,6 +9,7 @@ import pytest
 import torch
 from sklearn.covariance import oas as sklearn_oas
 
+from conftest import NETWORK_RULES
 from oneround import acts
 from oneround.data import Dataset
 from oneround.evaluate import Score, score_model, score_uploads
@@ -214,7 +215,7 @@ def test_an_image_far_from_everybody_still_gets_an_answer(oracle: Oracle) -> Non
 
 def test_all_rules_in_one_pass_are_each_rule_alone(federation: Federation, digits: Dataset) -> None:
     _, broadcast, uploads = federation
-    chosen = {kind: rules.parse(kind) for kind in rules.kinds if not rules.parse(kind).needs_public}
+    chosen = {kind: rules.parse(kind) for kind in NETWORK_RULES}
     together, alone = score_uploads(chosen, uploads, broadcast, digits.test, Site("server"))
     for kind, rule in chosen.items():
         model = acts.fuse(uploads, broadcast, rule=rule)
@@ -227,7 +228,7 @@ def test_all_rules_in_one_pass_are_each_rule_alone(federation: Federation, digit
 def test_the_order_of_uploads_does_not_matter(federation: Federation, digits: Dataset) -> None:
     _, broadcast, uploads = federation
     images = digits.test.pixels[:20].float() / 255
-    for kind in (kind for kind in rules.kinds if not rules.parse(kind).needs_public):
+    for kind in NETWORK_RULES:
         with torch.no_grad():
             forth, back = (
                 acts.fuse(order, broadcast, rule=rules.parse(kind))(images) for order in (uploads, uploads[::-1])

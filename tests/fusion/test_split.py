@@ -93,11 +93,13 @@ def test_statistics_measured_anew_are_those_of_the_images(
     digits: Dataset, federation: tuple[Broadcast, list[Upload]]
 ) -> None:
     broadcast, uploads = federation
+    before = [upload.content for upload in uploads]
     rule = rules.parse({"kind": "split", "restate": "public"})
     public = digits.train.take(torch.arange(300))
     expert = next(iter(SplitExperts(rule, uploads, broadcast, Site("server", public))))
     first = expert.net.encoder.convolutions[0]((public.pixels.float() / 255 - 0.5) / 0.5)
     assert torch.allclose(expert.net.encoder.norms[0].running_mean, first.mean((0, 2, 3)), atol=1e-5)
+    assert [upload.content for upload in uploads] == before, "uploads are not touched"
     with pytest.raises(RecipeError, match=r"fusion.split: the server has no public images"):
         acts.fuse(uploads, broadcast, rule=rule)
 
@@ -135,7 +137,7 @@ def test_bases_averaged_heads_aligned_and_distilled(
 ) -> None:
     """Differentiated aggregation is a composition of the three."""
     broadcast, uploads = federation
-    teacher = {"kind": "split", "inner": "aligned-iffi"}
+    teacher = {"kind": "split", "align": "match"}
     rule = rules.parse({"kind": "distilled", "teacher": teacher, "epochs": 2, "images": "noise", "made_up": 128})
     model = acts.fuse(uploads, broadcast, rule=rule)
     assert model.predict(digits.test.pixels[:5]).shape == (5, 10)

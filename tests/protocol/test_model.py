@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from conftest import NETWORK_RULES
 from oneround import acts
 from oneround.data import Dataset
 from oneround.errors import DataError, ProtocolError
@@ -18,7 +19,7 @@ from oneround.protocol import Broadcast, GlobalModel, Upload
 from oneround.recipe import Recipe
 
 Federation = tuple[Recipe, Broadcast, list[Upload]]
-ALL = sorted(kind for kind in rules.kinds if not rules.parse(kind).needs_public)
+ALL = NETWORK_RULES
 
 
 def model_of(federation: Federation, kind: str) -> GlobalModel:

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 
 from oneround.data import Images
 from oneround.errors import RecipeError
+from oneround.fusion.aligned import Turned
 from oneround.fusion.average import average_weights
 from oneround.fusion.rule import EnsembleRule, Rule, expert_of, rules
 from oneround.learning.alignment import label_entropy
 from oneround.learning.distillation import noise_images
 from oneround.models import Ensemble, Expert, Inference, Single
 from oneround.models.blocks import blocks
+from oneround.models.inference import Experts
 from oneround.models.prototype import PrototypeNet, build
 from oneround.parts import In, Part, slot
 from oneround.protocol import Broadcast, Upload
@@ -45,6 +47,8 @@ class Split(Rule):
     """How many blocks are shared: one number for all, one for each client, or the client's own choice."""
     inner: Annotated[Part, In("fusion")] = Field(default="iffi", validate_default=True)
     """The rule that combines the clients' answers: one that keeps networks and asks for no statistics."""
+    align: Literal["none", "match", "procrustes"] = "none"
+    """Bring the clients' feature spaces together before they are combined: by reordering units, or by a rotation."""
     restate: Literal["none", "noise", "public"] = "noise"
     """What batch-norm statistics are measured on anew: nothing, made-up images, or the server's."""
 
@@ -65,7 +69,8 @@ class Split(Rule):
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
         inner = rules.of(self.inner)
         assert isinstance(inner, EnsembleRule)
-        return Ensemble(inner, SplitExperts(self, uploads, broadcast, server))
+        experts: Experts = SplitExperts(self, uploads, broadcast, server)
+        return Ensemble(inner, experts if self.align == "none" else Turned(experts, uploads, self.align))
 
     def personal(
         self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site
@@ -131,7 +136,10 @@ class SplitExperts:
     def __iter__(self) -> Iterator[Expert]:
         for shared, upload in zip(self.shared, self.uploads, strict=True):
             base = {name: value for mean in self.means[:shared] for name, value in mean.items()}
-            merged = replace(upload, weights={**upload.weights, **base})
+            weights = {
+                name: value.clone() for name, value in (upload.weights | base).items()
+            }  # uploads stay as they are
+            merged = replace(upload, weights=weights)
             if self.images is None:
                 yield expert_of(merged, self.broadcast, self.server.device)
                 continue

@@ -64,6 +64,8 @@ class Expert(nn.Module):
     def see(self, images: Tensor) -> Seen:
         """What this client's network makes of normalised images."""
         features: Tensor = self.net.encoder(images)
+        if hasattr(self, "statistic_turn"):  # into the space another client's features are in
+            features = features @ self.statistic("turn")
         return Seen(features, self)
 
 
