@@ -284,7 +284,9 @@ class Federated(Strict):
     label_noise: LabelNoise | None = None
     """Left out: every label is as the data has it."""
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share held back to choose by (snapshots, options of rules): of the public images if there are any, else of every client's."""
+    """Share held back to choose by (snapshots, options of rules) and to judge clients by."""
+    validation_from: Literal["public", "clients"] | None = None
+    """Whose images are held back; left out: the public ones if there are any, else every client's."""
     model: Model = Model()
     training: Training = Training()
     objective: Objective = Field(default_factory=dict, validate_default=True)
@@ -321,9 +323,16 @@ class Federated(Strict):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Federated:
+        if self.validation_from == "public" and not self.public:
+            raise ValueError("validation_from: public: there are no public images; set public, for example public: 0.1")
         for name, section in (("bank", self.bank), ("reference", self.reference)):
             if section is not None and not self.public and getattr(section, "source", "public") == "public":
                 raise ValueError(f"{name}: its features come from public images; set public, for example public: 0.1")
+        for part in self.fusion:
+            if getattr(part, "needs_public", False) and not self.public:
+                raise ValueError(
+                    f"fusion: {part.kind} needs public images at the server; set public, for example public: 0.1"
+                )
         if len(self.objective.stages) > self.training.epochs:
             raise ValueError(
                 f"training.epochs = {self.training.epochs}: must be ≥ {len(self.objective.stages)}, one for each stage"
@@ -346,6 +355,11 @@ class Federated(Strict):
                 f"every class; leave out {', '.join(telling)}"
             )
         return self
+
+    @property
+    def clients_hold_back(self) -> bool:
+        """Whether it is the clients who hold images back for validation."""
+        return self.validation > 0 and (self.validation_from == "clients" or not self.public)
 
     @property
     def digest(self) -> str:

@@ -179,7 +179,7 @@ class Plan:
             )
         settled = acts.settle(recipe, data)
         split = partitions.of(settled.partition).split(
-            data, settled.seeds.partition, settled.public, settled.validation
+            data, settled.seeds.partition, settled.public, settled.validation, settled.clients_hold_back
         )
         if not any(split.sizes):
             raise RecipeError(
@@ -230,7 +230,7 @@ class Plan:
     def remarks(self) -> list[str]:
         """What a reader of the result has to know."""
         told = self.split.remarks()
-        if len(self.split.validation) and not self.recipe.public:
+        if self.recipe.clients_hold_back:
             told.append(
                 f"{len(self.split.validation):,} images held back by the clients choose the snapshot: in a real federation the "
                 "clients would have to score the fused models, an exchange more"

@@ -152,6 +152,13 @@ def test_what_is_held_back_of_shared_samples_is_held_back_from_all() -> None:
     assert found.shared and len(found.validation) and not set(found.validation) & set(np.concatenate(found.clients))
 
 
+def test_clients_may_hold_back_although_there_are_public_images() -> None:
+    data, rule = labelled(np.repeat(np.arange(10), 30)), partitions.parse({"kind": "iid", "clients": 3})
+    found = rule.split(data, 1, 0.2, 0.1, clients_hold_back=True)
+    assert len(found.public) == 60 and found.sizes == [72, 72, 72] and [len(held) for held in found.held] == [8, 8, 8]
+    assert rule.split(data, 1, 0.2, 0.1).sizes == [80, 80, 80]
+
+
 def test_the_fewest_samples_are_counted_after_some_are_held_back() -> None:
     rule = partitions.parse({"kind": "iid", "clients": 3, "minimum": 40})
     with pytest.raises(RecipeError, match=r"partition.minimum = 40: no draw"):

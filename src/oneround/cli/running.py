@@ -162,7 +162,7 @@ def show_partition(
     resolved = make_recipe(recipe, data=data, data_dir=data_dir, seed=seed, changes=changes, sets=sets)
     there = load_dataset(resolved.data, resolved.local.data_path)
     split = partitions.of(resolved.partition).split(
-        there, resolved.seeds.partition, resolved.public, resolved.validation
+        there, resolved.seeds.partition, resolved.public, resolved.validation, resolved.clients_hold_back
     )
     title = f"{there.name}, {resolved.partition.label}, seed {resolved.seeds.partition}"
     table = Table(title=title, title_justify="left", title_style="bold")

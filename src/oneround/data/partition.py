@@ -99,11 +99,20 @@ class Partition(Part):
         """One draw: the sample numbers of each client. `random` draws who gets how much, `mix` which samples."""
         raise NotImplementedError
 
-    def split(self, data: Dataset, seed: int, public: float = 0.0, validation: float = 0.0) -> Split:
+    def split(
+        self,
+        data: Dataset,
+        seed: int,
+        public: float = 0.0,
+        validation: float = 0.0,
+        clients_hold_back: bool | None = None,
+    ) -> Split:
         """Deal the data set out, honouring `minimum` or saying why it cannot be; before that the server takes its public share.
 
-        What is held back for validation comes from that public share or, where there is none, from every client's samples.
+        What is held back for validation comes from every client's samples or from that public share; left open: from the latter
+        if there is one.
         """
+        of_clients = not public if clients_hold_back is None else clients_hold_back
         kept = _public(data, public, seed)
         rest = np.setdiff1d(np.arange(len(data.train)), kept)
         labels = data.train.labels.numpy()[rest]
@@ -121,10 +130,10 @@ class Partition(Part):
         best = -1
         for _ in range(TRIES):
             dealt = self.deal(pool, random, mix)
-            held = 0.0 if public else validation
+            held = validation if of_clients else 0.0
             smallest = min(len(client) - int(held * len(client)) for client in dealt)
             if smallest >= self.minimum:
-                return _split([rest[client] for client in dealt], kept, data, validation, seed)
+                return _split([rest[client] for client in dealt], kept, data, validation, seed, of_clients)
             best = max(best, smallest)
         raise RecipeError(
             f"partition.minimum = {self.minimum}: no draw of {TRIES} gave every client that many (best: {best}); "
@@ -148,12 +157,12 @@ def _hold_back(samples: Index, share: float, random: Random) -> tuple[Index, Ind
     return np.setdiff1d(samples, held), held
 
 
-def _split(dealt: list[Index], public: Index, data: Dataset, validation: float, seed: int) -> Split:
+def _split(dealt: list[Index], public: Index, data: Dataset, validation: float, seed: int, of_clients: bool) -> Split:
     labels = data.train.labels.numpy()
     random = Random(derive(seed, "validation") % 2**32)
     held: list[Index] = [np.empty(0, np.int64) for _ in dealt]
     chosen = held[0]
-    if len(public):
+    if not of_clients:
         public, chosen = _hold_back(public, validation, random)
     elif validation and len(np.unique(np.concatenate(dealt))) == sum(map(len, dealt)):
         held = [_hold_back(client, validation, random)[1] for client in dealt]
@@ -300,7 +309,14 @@ class Natural(Partition):
     clients: Annotated[int, Field(ge=1)] | None = None  # type: ignore[assignment]
     """Left out: one client per group. Fewer than groups: groups are dealt out, the largest first, to the smallest client."""
 
-    def split(self, data: Dataset, seed: int, public: float = 0.0, validation: float = 0.0) -> Split:
+    def split(
+        self,
+        data: Dataset,
+        seed: int,
+        public: float = 0.0,
+        validation: float = 0.0,
+        clients_hold_back: bool | None = None,
+    ) -> Split:
         if data.groups is None:
             raise RecipeError("partition = natural: this data set has no group ids (group_train in the .npz)")
         there = int(data.groups.max()) + 1
@@ -308,7 +324,7 @@ class Natural(Partition):
         if wanted > there:
             raise RecipeError(f"partition.clients = {wanted}: must be ≤ {there}, the number of groups")
         bounded = self.model_copy(update={"clients": wanted})
-        return Partition.split(bounded, data, seed, public, validation)
+        return Partition.split(bounded, data, seed, public, validation, clients_hold_back)
 
     def deal(self, pool: Pool, random: Random, mix: Random) -> list[Index]:
         groups = pool.groups
