@@ -40,11 +40,19 @@ def methods_sheet(group: Group, interest: float) -> Sheet:
     notes = [
         f"test accuracy in %, {len(group.seeds)} partition{'s' * (len(group.seeds) != 1)} (seeds {', '.join(map(str, group.seeds))})"
         + (f", up to {group.repeats} repeats each, averaged first" if group.repeats > 1 else ""),
-        "differences are paired on the same partition; p: two-sided paired t-test, Holm-corrected for "
-        f"{len(group.comparisons)} comparison{'s' * (len(group.comparisons) != 1)}; effect: mean difference in standard deviations of the differences",
+        *_how_compared(len(group.comparisons)),
         *group.remarks,
     ]
     return Sheet(group.setting or "all runs", heads, rows, notes, data)
+
+
+def _how_compared(number: int) -> list[str]:
+    if not number:
+        return []
+    return [
+        f"differences are paired on the same partition; p: two-sided paired t-test, Holm-corrected for {number} "
+        f"comparison{'s' * (number != 1)}; effect: mean difference in standard deviations of the differences"
+    ]
 
 
 def _difference(tested: Comparison) -> str:
