@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oneround.errors import RecipeError
-from oneround.observe.log import Event, MetricsLog
+from oneround.observe.log import Event, MetricsLog, is_number
 from oneround.protocol import blob
 from oneround.runs import Result, RunFolder
 
@@ -117,7 +117,7 @@ def traces_of(events: Iterable[Event]) -> Traces:
     for event in events:
         if event["event"] != "epoch":
             continue
-        told = {key: event[key] for key in TRACED if event.get(key) is not None}
+        told = {key: event[key] for key in TRACED if is_number(event.get(key))}
         for place, there in event.get("gradients", {}).items():
             told |= {
                 f"{COSINE}{pair} at {place}": value for pair, value in there["cosine"].items() if value is not None
@@ -129,10 +129,8 @@ def traces_of(events: Iterable[Event]) -> Traces:
 
 def _read_folder(folder: Path) -> Run:
     recipe = RunFolder(folder).read_recipe()
-    where: dict[str, Any] = {}
-    if (folder / "environment.json").is_file():
-        told = RunFolder(folder).read_json("environment.json", ["device", "packages", "commit"], "remove it")
-        where = {"device": told["device"], "torch": told["packages"].get("torch"), "commit": told["commit"]}
+    told = RunFolder(folder).read_environment()
+    where = {"device": told["device"], "torch": told["packages"].get("torch"), "commit": told["commit"]} if told else {}
     study = folder.parent / "study.json"
     bound = (
         RunFolder(folder.parent).read_json("study.json", [], "remove it").get("centralised")
