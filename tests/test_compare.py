@@ -303,6 +303,12 @@ def test_peaks_and_angles(grid: Path) -> None:
     assert all(-1 <= float(row[2]) <= 1 for row in gradients_sheet(group).rows)
 
 
+def test_growth_is_the_last_epoch_over_the_first_of_any_client(grid: Path) -> None:
+    raw = {"a": {1: 1.0, 2: 90.0, 3: 50.0}, "b": {1: 100.0, 2: 300.0, 3: 200.0}, "c": {1: 0.0, 2: 1.0, 3: 2.0}}
+    runs = [replace(each, traces={"lambda_raw": raw}) for each in find_runs([grid])]
+    assert {tuple(row[2:4]) for row in peaks_sheet(only(compare(runs))).rows} == {("100 → 200", "× 50")}
+
+
 def test_words_that_mean_nothing_are_refused(grid: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="--baseline fafy: not among what is compared; did you mean 'fafi'"):
         compare(find_runs([grid]), baseline="fafy")

@@ -71,8 +71,7 @@ class Method:
         return [
             f"{self.name}{f' ({self.alias})' if self.alias else ''}: {self.idea}",
             "",
-            f"  {self.about.get('formula', '')}",
-            "",
+            *([f"  {self.about['formula']}", ""] if "formula" in self.about else []),
             f"  network: {self.down} down (start{self._extras()}), {self.up} up (network, class counts, statistics of the fusion rules), once",
             f"  also needs: {', '.join(self.needs) or 'nothing'}",
             f"  run it: oneround run {self.alias or self.name} --data cifar10 --clients 5 --alpha 0.05",

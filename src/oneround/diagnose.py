@@ -177,13 +177,14 @@ def _setting(place: RunFolder, remarks: list[str]) -> dict[str, Any]:
             remarks.append(f"left out: {error}")
     try:
         partition = place.read_partition(len(told.get("class_names", ())) or None)
-        rows = partition.get("class_counts", [])
-        width = max(3, len(str(len(rows) - 1)))
-        told["counts"] = {f"client_{number:0{width}d}": row for number, row in enumerate(rows) if sum(row)}
-        told["shared"] = partition.get("shared_samples", 0)
+        if partition:
+            rows = partition["class_counts"]
+            width = max(3, len(str(len(rows) - 1)))
+            told["counts"] = {f"client_{number:0{width}d}": row for number, row in enumerate(rows) if sum(row)}
+            told["shared"] = partition["shared_samples"]
     except OneroundError as error:
         remarks.append(f"left out: {error}")
-    return {name: value for name, value in told.items() if value}
+    return told
 
 
 def _tested(place: RunFolder, remarks: list[str]) -> list[int]:
