@@ -24,7 +24,8 @@ from oneround.models.prototype import filled
 from oneround.observe.diagnosis import RULES, SEVERITIES, Entry, Finding, Run, findings
 from oneround.observe.diagnosis.clients import OF_WEIGHT
 from oneround.observe.diagnosis.geometry import Geometry, deep_findings, geometry_of
-from oneround.observe.log import Event, is_number
+from oneround.observe.log import Event
+from oneround.observe.sound import is_number
 from oneround.protocol import blob
 from oneround.protocol.model import preprocessing
 from oneround.recipe import Recipe

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from oneround.errors import RecipeError
-from oneround.observe.log import Event, MetricsLog, is_number
+from oneround.observe.log import Event, MetricsLog
+from oneround.observe.sound import is_number
 from oneround.protocol import blob
 from oneround.runs import Result, RunFolder
 

@@ -25,7 +25,8 @@ from oneround.learning import Emit, silent
 from oneround.learning.batches import steps_per_epoch
 from oneround.learning.schedules import schedules
 from oneround.observe.environment import device_name
-from oneround.observe.log import MetricsLog, is_number
+from oneround.observe.log import MetricsLog
+from oneround.observe.sound import fault_of_result, is_table
 from oneround.observe.words import size_in_words
 from oneround.protocol import Broadcast, UploadFolder, blob
 from oneround.reading import load
@@ -121,7 +122,7 @@ class RunFolder:
             f"remove it and make it again with {self.resumption}",
         )
         told = self.read_json("result.json", keys, fix)
-        fault = _fault_of_result(told)
+        fault = fault_of_result(told)
         if fault:
             raise RunError(f"{self.result}: damaged ({fault}); {fix}")
         return told
@@ -142,9 +143,9 @@ class RunFolder:
         fix = f"remove it and make it again with {self.resumption}"
         told = self.read_json("partition.json", ["class_counts", "shared_samples"], fix)
         rows = told["class_counts"]
-        width = len(rows[0]) if classes is None and _is_table(rows) and rows else classes
+        width = len(rows[0]) if classes is None and is_table(rows) and rows else classes
         if not (
-            _is_table(rows)
+            is_table(rows)
             and rows
             and all(len(row) == width for row in rows)
             and isinstance(told["shared_samples"], int)
@@ -305,38 +306,6 @@ def _mislabelled(recipe: Recipe, data: Dataset, split: Split) -> Dataset:
         return data
     wrong = spoil(data.train.labels.numpy(), split, recipe.label_noise.clients, recipe.label_noise.share, data.classes, recipe.seeds.partition)  # fmt: skip
     return replace(data, train=Images(data.train.pixels, torch.from_numpy(wrong)))
-
-
-def _is_table(rows: Any) -> bool:
-    """Whether these are rows of counts."""
-    return isinstance(rows, list) and all(
-        isinstance(row, list) and all(isinstance(count, int) and count >= 0 for count in row) for row in rows
-    )
-
-
-def _fault_of_result(told: Mapping[str, Any]) -> str | None:
-    """What is wrong with a result, in words."""
-    if not isinstance(told["partition"], str) or not isinstance(told["remarks"], list):
-        return "its partition must be text and its remarks a list"
-    if not isinstance(told["uploads"], dict) or not told["rules"]:
-        return "no rules, or uploads that are no mapping"
-    for key in ("rules", "clients"):
-        if not isinstance(told[key], dict):
-            return f"{key} is no mapping"
-        for name, score in told[key].items():
-            accuracy = score.get("accuracy") if isinstance(score, dict) else None
-            if not (is_number(accuracy) and 0 <= accuracy <= 1):
-                return f"{key}.{name} has no accuracy from 0 to 1"
-            confusion, shares = score.get("confusion", []), score.get("per_class", [])
-            if not _is_table(confusion) or any(len(row) != len(confusion) for row in confusion):
-                return f"the confusion of {key}.{name} is no square table of counts"
-            if (
-                not isinstance(shares, list)
-                or not all(share is None or is_number(share) for share in shares)
-                or len(shares) != len(confusion)
-            ):
-                return f"per_class of {key}.{name} is no list of shares, one for each class"
-    return None
 
 
 @dataclass(frozen=True)

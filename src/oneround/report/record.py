@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from oneround.errors import ProtocolError, RunError
-from oneround.observe.log import Event, is_number
+from oneround.observe.log import Event
+from oneround.observe.sound import is_number
 from oneround.protocol import blob
 from oneround.recipe import Recipe
 from oneround.runs import RunFolder
