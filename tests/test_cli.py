@@ -12,6 +12,9 @@ import pytest
 from PIL import Image
 
 from oneround.data import Dataset
+from oneround.describe import describe
+from oneround.errors import RecipeError
+from oneround.reading import load, presets
 
 SMALL = ["--set", "model.encoder.width=4", "--set", "local.workers=1", "--set", "training.batch_size=64"]
 
@@ -360,3 +363,11 @@ def test_methods_and_help() -> None:
     told = good("--help")
     for command in ("demo", "run", "partition", "fuse", "evaluate", "predict", "export", "methods"):
         assert command in told
+
+
+def test_a_method_is_explained_with_its_formula_or_without() -> None:
+    assert presets()["fafi"]["about"]["formula"] in describe("v4", "cnn", 10, 1).lines()[2]
+    told = describe("demo", "cnn", 10, 1).lines()
+    assert "network: " in told[2] and all(line.strip() for line in told[2:4])
+    with pytest.raises(RecipeError, match="no preset or recipe file 'V9'; did you mean 'v9'"):
+        load("V9")

@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,8 @@ def test_tests_and_corrections_are_the_textbooks() -> None:
         values = random.randn(n) + 0.4
         assert p_value(Summary(tuple(values))) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
     assert p_value(Summary((1.0,))) is None
-    assert p_value(Summary((0.0, 0.0))) == 1.0 and p_value(Summary((2.0, 2.0))) == 0.0
+    assert p_value(Summary((0.0, 0.0))) == 1.0 and p_value(Summary((2.0, 2.0))) == 0.5
+    assert p_value(Summary((2.0,) * 8)) == pytest.approx(stats.binomtest(8, 8).pvalue)
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == []
 
@@ -79,9 +82,40 @@ def test_verdicts_in_words() -> None:
     )
     assert clear.verdict().startswith("better by 3.0 points (p = ")
     needed = pairs_needed(float(np.std([2.0, -3.0, 1.5, 4.0, -2.0], ddof=1)), 1.0)
-    assert vague.verdict() == f"not distinguishable with 5 pairs; about {needed} would be needed to see 1 point"
+    assert (
+        compared([vague.difference])[0].verdict()
+        == f"not distinguishable with 5 pairs; about {needed} would be needed to see 1 point"
+    )
     assert "says nothing about others" in single.verdict()
     assert clear.effect == pytest.approx(3.04 / np.std([3.0, 3.2, 2.9, 3.1, 3.0], ddof=1))
+
+
+def test_what_several_comparisons_cost_is_counted_in_pairs() -> None:
+    vague = Summary((2.0, -3.0, 1.5, 4.0, -2.0))
+    needed = pairs_needed(float(np.std(vague.values, ddof=1)), 1.0, 0.05 / 6)
+    assert needed > pairs_needed(float(np.std(vague.values, ddof=1)), 1.0)
+    assert f"; about {needed} would be needed" in compared([vague] * 6)[0].verdict()
+    assert power(2.0, 3.0, 8, 0.05 / 6) == pytest.approx(
+        stats.nct.sf(stats.t.isf(0.05 / 12, 7), 7, 3.0 / 2.0 * math.sqrt(8)), abs=1e-3
+    )
+    assert all(
+        0 <= power(1.0, shift, pairs, level) <= 1
+        for shift in (3.0, 20.0, 90.0)
+        for pairs in (2, 3, 5)
+        for level in (0.05, 0.0025)
+    )
+
+
+def test_verdicts_promise_no_more_than_is_known() -> None:
+    (close,) = compared([Summary((0.1, -0.1, 0.05))])
+    assert close.verdict() == "not distinguishable with 3 pairs, enough to see 1 point"
+    assert (
+        close.verdict(0.0001)
+        == "not distinguishable with 3 pairs; more than 10,000 would be needed to see 0.0001 points"
+    )
+    (same,) = compared([Summary((2.0, 2.0 + 1e-13))])
+    assert not same.real and same.effect is None
+    assert same.verdict() == "+2.0 on each of 2 partitions: too few to say how much it varies"
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -155,6 +189,48 @@ def test_settings_are_grouped_and_variants_named(digits: Dataset, tmp_path: Path
     assert [[entry.method for entry in group.entries] for group in groups] == [["etf value=1.0", "etf value=5.0"]] * 2
 
 
+def test_runs_that_train_or_score_otherwise_are_no_repeats(digits: Dataset, tmp_path: Path) -> None:
+    made(tmp_path, digits, "fafi", 1, training__epochs=1)
+    made(tmp_path, digits, "fafi", 1, training__epochs=1, rails__largest_weight=7.0)
+    made(tmp_path, digits, "fafi", 1, training__epochs=1, evaluation__unnormalised=True)
+    group = only(compare(find_runs([tmp_path])))
+    assert len(group.entries) == 3 and group.repeats == 1
+
+
+def test_a_run_given_twice_counts_once(grid: Path, tmp_path: Path) -> None:
+    keep(find_runs([grid]), tmp_path / "kept.json")
+    assert len(find_runs([tmp_path / "kept.json", grid])) == 6
+    assert only(compare(find_runs([grid, tmp_path / "kept.json"]))).repeats == 2
+
+
+def test_what_was_changed_for_one_method_only_is_told(grid: Path) -> None:
+    def told(**changes: Any) -> list[str]:
+        runs = find_runs([grid])
+        changed = [replace(run, keys={**run.keys, **(changes if run.method == "fafi" else {})}) for run in runs]
+        return [remark for remark in only(compare(changed)).remarks if "differ" in remark]
+
+    assert told() == []
+    assert told(**{"training.learning_rate": 0.001}) == [
+        "methods differ in training.learning_rate: fafi 0.001, etf-entropy 0.05"
+    ]
+    assert told(**{"training.augment.flip": 0.5}) == [
+        "methods differ in training.augment.flip: fafi 0.5, etf-entropy 0.0"
+    ]
+    assert told(**{"trace.every": 7, "alignment": "none"}) == []
+
+
+def test_one_method_alone_is_compared_with_nothing(grid: Path) -> None:
+    sheet = methods_sheet(only(compare(find_runs([grid]), only=["v9"])), 1.0)
+    assert not any("Holm" in note for note in sheet.notes)
+
+
+def test_a_result_without_its_recipe_is_told(grid: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(grid, tmp_path / "grid")
+    next((tmp_path / "grid").rglob("recipe.yaml")).unlink()
+    assert len(find_runs([tmp_path / "grid"])) == 5
+    assert "result.json: left out, there is no recipe.yaml beside it" in caplog.text
+
+
 def test_tables_in_every_form(grid: Path) -> None:
     group = only(compare(find_runs([grid]), rule="all", baseline="average"))
     assert group.baseline.rule == "average" and len(group.entries) == 8
@@ -225,6 +301,12 @@ def test_peaks_and_angles(grid: Path) -> None:
     angles = {(row[0], row[1]) for row in gradients_sheet(group).rows}
     assert ("etf-entropy", "base · alignment at prototypes") in angles
     assert all(-1 <= float(row[2]) <= 1 for row in gradients_sheet(group).rows)
+
+
+def test_growth_is_the_last_epoch_over_the_first_of_any_client(grid: Path) -> None:
+    raw = {"a": {1: 1.0, 2: 90.0, 3: 50.0}, "b": {1: 100.0, 2: 300.0, 3: 200.0}, "c": {1: 0.0, 2: 1.0, 3: 2.0}}
+    runs = [replace(each, traces={"lambda_raw": raw}) for each in find_runs([grid])]
+    assert {tuple(row[2:4]) for row in peaks_sheet(only(compare(runs))).rows} == {("100 → 200", "× 50")}
 
 
 def test_words_that_mean_nothing_are_refused(grid: Path, tmp_path: Path) -> None:

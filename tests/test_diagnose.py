@@ -463,6 +463,19 @@ def test_the_peak_is_sought_on_validation_data_where_there_is_some() -> None:
     assert "at epoch 6 " in found.evidence and "on validation data" in found.evidence and "epoch 6" in found.advice
 
 
+def test_of_equal_peaks_the_earliest_is_told() -> None:
+    recipe = load("fafi", [("training.epochs", 9)])
+    (found,) = findings(Run(recipe, curves={"iffi": {3: 0.6, 6: 0.6, 9: 0.5}}))
+    assert "had 60.0 % at epoch 3 " in found.evidence and "about 3 epochs" in found.advice
+
+
+def test_a_client_without_samples_is_none(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe_of("fafi", 1).to_yaml())
+    told = {"class_counts": [[3, 0], [0, 0], [1, 2]], "shared_samples": 0}
+    (tmp_path / "partition.json").write_text(json.dumps(told))
+    assert set(diagnose(tmp_path).run.counts) == {"client_000", "client_002"}
+
+
 # --- geometry --------------------------------------------------------------------------------------------------------
 
 

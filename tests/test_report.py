@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,10 +15,12 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from typer.testing import CliRunner
 
 from oneround.cli import app
 from oneround.compare import compare
 from oneround.data import Dataset, dataset_from_arrays
+from oneround.diagnose import diagnose
 from oneround.errors import RecipeError, RunError
 from oneround.finished import find_runs
 from oneround.reading import load, read_yaml
@@ -246,11 +249,80 @@ def test_mistakes_are_one_line(sweep: Path, tmp_path: Path) -> None:
         report([tmp_path / "nowhere"])
     with pytest.raises(RunError, match="no run in"):
         report([tmp_path])
+    (tmp_path / "kept.json").write_text("{}")
+    with pytest.raises(RunError, match=r"kept\.json: a file; a report needs run folders"):
+        report([tmp_path / "kept.json"])
     with pytest.raises(RecipeError, match="--baseline nobody"):
         report([sweep], "nobody")
 
 
 # --- charts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        *(("result.json", "rules", value) for value in ([], {}, {"iffi": {}})),
+        *(("result.json", "rules.iffi.accuracy", value) for value in (math.nan, "0.5", 7)),
+        ("result.json", "rules.iffi.confusion", "x"),
+        ("result.json", "rules.iffi.confusion", [[1]]),
+        ("result.json", "clients.client_000.per_class", None),
+        ("result.json", "remarks", None),
+        ("result.json", "partition", 3),
+        ("environment.json", "packages", None),
+        *(("partition.json", "class_counts", value) for value in ([[1]], "abc", [], [[1, 2], [3]])),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_one_line(folder: Path, tmp_path: Path, name: str, key: str, value: Any) -> None:
+    shutil.copytree(folder, tmp_path / "run")
+    told = json.loads((tmp_path / "run" / name).read_text())
+    *path, last = key.split(".")
+    node = told
+    for step in path:
+        node = node[step]
+    node[last] = value
+    (tmp_path / "run" / name).write_text(json.dumps(told))
+    assert name in said("report", tmp_path / "run")
+    assert (name in said("compare", tmp_path / "run")) == (name != "partition.json")
+    assert diagnose(tmp_path / "run").run.counts.keys() == diagnose(folder).run.counts.keys()
+
+
+def said(command: str, place: Path) -> str:
+    """What a command refuses a folder with: one line that names the file, what is wrong and what to do."""
+    done = CliRunner().invoke(app, [command, str(place), "--out", str(place / "out.md")])
+    if done.exit_code == 0:
+        return ""
+    assert isinstance(done.exception, RunError), done.exception
+    assert re.fullmatch(r"\S+\.json: damaged \(.*\); remove it( and make it again with .*)?", str(done.exception))
+    return str(done.exception)
+
+
+def test_damaged_lines_of_the_log_are_skipped(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "run")
+    log = tmp_path / "run" / "metrics.jsonl"
+    _, *lines = [json.loads(line) for line in log.read_text().splitlines()]  # the first is lost
+    without = {
+        "epoch": ["event", "client", "epoch", "gradients"],
+        "client": ["client"],
+        "snapshot": ["accuracy", "rule"],
+    }
+    for kind, keys in without.items():
+        whole = [line for line in lines if line.get("event") == kind and set(keys) <= line.keys()]
+        for key, line in zip(keys, whole, strict=False):
+            line.pop(key)
+    next(line for line in lines if "gradients" in line)["gradients"] = {"features": {}}
+    next(line for line in lines if "lambda_raw" in line)["lambda_raw"] = "much"
+    log.write_bytes("".join(json.dumps(line) + "\n" for line in lines).encode() + b"\xff\xfe\n[]\n3\n")
+    for words in (
+        ["report"],
+        ["compare"],
+        *(["compare", "--layout", layout] for layout in ("lambda", "rounds", "peaks", "gradients")),
+    ):
+        done = CliRunner().invoke(app, [*words, str(tmp_path / "run"), "--out", str(tmp_path / "out.md")])
+        assert done.exit_code == 0, (words, done.exception)
+    assert diagnose(tmp_path / "run").looked == diagnose(folder).looked
+    log.write_text("")
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--out", str(tmp_path / "out.md")]).exit_code == 0
 
 
 def test_charts_hold_hard_values() -> None:

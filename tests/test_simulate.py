@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -21,7 +22,7 @@ from oneround import simulate
 from oneround.crew import crew_size
 from oneround.data import Dataset, dataset_from_arrays
 from oneround.diagnose import diagnose
-from oneround.errors import RecipeError, RunError
+from oneround.errors import OutOfTime, RecipeError, RunError
 from oneround.learning.schedules import spread
 from oneround.observe.log import MetricsLog
 from oneround.protocol import Broadcast, GlobalModel, Upload
@@ -347,6 +348,24 @@ def test_what_is_damaged_is_made_again(
     assert timeless(folder) == timeless(tmp_path / "calm")
     told = (folder / "run.log").read_text()
     assert ("prepared again" if what == ["broadcast"] else "damaged; discarded, client_000 trains again") in told
+
+
+@pytest.mark.parametrize("alignment", [None, CONSENSUS], ids=["alone", "consensus"])
+def test_out_of_time_it_stops_between_any_two_epochs_and_goes_on_to_the_same_end(
+    digits: Dataset, tmp_path: Path, alignment: dict[str, object] | None
+) -> None:
+    """With a snapshot after every epoch no client is ever in the middle of its work."""
+    recipe = small_recipe(training__epochs=2, snapshots=1, partition__clients=2, local__workers=1, alignment=alignment)
+    run(recipe, tmp_path / "calm", data=digits)
+    trained: list[int] = []
+    while not (tmp_path / "run" / "result.json").exists():
+        told: list[dict[str, object]] = []
+        with contextlib.suppress(OutOfTime):
+            run(recipe, tmp_path / "run", data=digits, resume=True, emit=told.append, deadline=time.time())
+        trained.append(sum(event["event"] == "epoch" for event in told))
+    assert trained == [1] * 4
+    assert final(tmp_path / "run") == final(tmp_path / "calm")
+    assert timeless(tmp_path / "run") == timeless(tmp_path / "calm")
 
 
 def test_a_damaged_upload_at_the_end_is_trained_again(digits: Dataset, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from oneround.errors import RecipeError
 from oneround.finished import find_runs
 from oneround.layouts import methods_sheet
 from oneround.reading import checked
-from oneround.sweep import Grid, cells, sweep
+from oneround.sweep import Grid, cells, read_grid, sweep
 
 SMALL: dict[str, Any] = {
     "model.encoder": {"kind": "cnn", "width": 4}, "training.batch_size": 64, "training.epochs": 4, "snapshots": 2, "partition.clients": 3,
@@ -72,6 +73,9 @@ def test_the_grid_is_every_combination_methods_fastest() -> None:
         ({"alpha": [0.0]}, "alpha.0 = 0.0: must be > 0"),
         ({"seeds": [1, 1]}, "names something twice"),
         ({"metods": ["v4"]}, "unknown key; did you mean 'methods'"),
+        ({"grid": [1, 2]}, r"grid = \[1, 2\]: must be a mapping"),
+        ({"grid": {"training.momentum": []}}, r"grid.training.momentum = \[\]: must have at least 1"),
+        ({"grid": {"training.momentum": [0.1, 0.2, 0.1]}}, "grid: training.momentum names 0.1 twice"),
     ],
 )  # fmt: skip
 def test_a_grid_that_cannot_be_is_refused(raw: dict[str, Any], says: str) -> None:
@@ -84,6 +88,26 @@ def test_a_mistake_in_any_cell_is_told_before_anything_runs() -> None:
         cells(small(methods=["v4", "v99"]))
     with pytest.raises(RecipeError, match=r"training.learning_rate = -1.*must be > 0"):
         cells(small(grid={"training.learning_rate": [0.1, -1.0]}))
+
+
+def test_a_mistake_names_its_file_or_method(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"^v9: training.learning_rate = -1"):
+        cells(small(methods=["v9"], grid={"training.learning_rate": [-1.0]}))
+    for text, says in (("grid: [1, 2]", "grid = [1, 2]"), ("grid:", "grid = null"), ("set: 3", "set = 3")):
+        (tmp_path / "mine.yaml").write_text(f"methods: [v4]\n{text}\n")
+        with pytest.raises(RecipeError, match=re.escape(f"mine.yaml: {says}: must be a mapping")):
+            read_grid(tmp_path / "mine.yaml")
+
+
+def test_two_methods_cannot_share_a_folder(tmp_path: Path) -> None:
+    files = [tmp_path / name / "m.yaml" for name in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("extends: fafi\n")
+    with pytest.raises(
+        RecipeError, match=r"a/m.yaml and .*b/m.yaml: both would be kept in m/partition_1; give one file"
+    ):
+        cells(small(methods=[str(file) for file in files]))
 
 
 @pytest.fixture(scope="module")
@@ -163,20 +187,30 @@ def test_what_is_done_is_not_done_again(undisturbed: Path) -> None:
     assert told == [{"event": "sweep", "cells": 4, "done": 4}]
 
 
+@pytest.mark.parametrize("key, value", [("training.epochs", 5), ("model.encoder.width", 8), ("model.encoder", None)])
+def test_what_was_done_with_other_settings_is_refused(undisturbed: Path, key: str, value: Any) -> None:
+    first = "model.encoder.width" if value is None else key
+    with pytest.raises(
+        RecipeError, match=rf"v4/partition_1: holds a run with {first} = 4, not \d+; choose another --out"
+    ):
+        sweep(cells(small(set={**SMALL, key: value})), undisturbed, workers=1)
+
+
 def test_a_sweep_described_in_a_file(tmp_path: Path) -> None:
     described = {
-        "methods": ["v4", "v7"],
+        "methods": ["v7", "v4"],
         "partitions": [1],
         "set": {**SMALL, "training.epochs": 1},
         "grid": {"training.momentum": [0.5]},
     }
     (tmp_path / "mine.yaml").write_text(json.dumps(described))
-    words = ["sweep", "mine.yaml", "--out", "swept", "--baseline", "v4"]
+    words = ["sweep", "mine.yaml", "--out", "swept"]
     done = subprocess.run(
         [sys.executable, "-m", "oneround.cli", *words], cwd=tmp_path, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
-    assert "[2/2]" in done.stdout and "etf: " in done.stdout and "minus fafi" in done.stdout
+    assert "[2/2]" in done.stdout and "fafi: " in done.stdout and "minus etf" in done.stdout
+    assert "look again with oneround compare swept --baseline etf\n" in done.stdout
     assert len(list((tmp_path / "swept").rglob("result.json"))) == 2
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from oneround.errors import RecipeError, did_you_mean
-from oneround.finished import Run
+from oneround.finished import Run, flat
 from oneround.observe.statistics import Comparison, Summary, compared, paired
-from oneround.reading import presets
+from oneround.reading import load, presets
 
 SETTING = ("data.", "partition.", "model.", "public", "validation", "label_noise", "training.epochs")
-ASIDE = ("seeds.", "fusion", "snapshots", "method", "trace.", "evaluation.", "rails.")
+ASIDE = ("seeds.", "fusion", "snapshots", "method", "trace.")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _group(setting: str, entries: Sequence[Entry], base: Entry, common: bool) ->
         f"partition {run.partition_seed}: {remark}" for run in used for remark in run.result.remarks
     )
     seeds = tuple(sorted({run.partition_seed for run in used}))
-    told = [*_bounds(used), *remarks, *_places(used)]
+    told = [*_bounds(used), *_confounders(used), *remarks, *_places(used)]
     return Group(setting, tuple(kept), base, tested, seeds, per_partition, tuple(told))
 
 
@@ -147,6 +147,24 @@ def _bounds(runs: Sequence[Run]) -> list[str]:
     found = sorted({run.bound for run in runs if run.bound is not None})
     shown = ", ".join(f"{100 * bound:.1f}" for bound in found)
     return [f"the same network trained as long on all data in one place: {shown} %"] if found else []
+
+
+def _confounders(runs: Sequence[Run]) -> list[str]:
+    """What somebody changed for one method and not for another, so that a difference may come from it."""
+    methods = list(dict.fromkeys(run.method for run in runs))
+    own = {name: dict(flat(load(name).plain())) for name in methods if name in presets()}
+    shared = set.intersection(*(set(run.keys) for run in runs))
+    told = []
+    for key in (key for key in runs[0].keys if key in shared and not key.startswith((*SETTING, *ASIDE))):
+        values = {name: sorted({str(run.keys[key]) for run in runs if run.method == name}) for name in methods}
+        changed = [
+            name for name in methods
+            if (values[name] != [str(own[name].get(key))] if name in own else key.startswith("training."))
+        ]  # fmt: skip
+        if changed and len({tuple(each) for each in values.values()}) > 1:
+            shown = ", ".join(f"{name} {' and '.join(each)}" for name, each in values.items())
+            told.append(f"methods differ in {key}: {shown}")
+    return told
 
 
 def _places(runs: Sequence[Run]) -> list[str]:

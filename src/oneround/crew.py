@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -86,6 +87,10 @@ class Crew:
             self._events.put(None)
             assert self._listener is not None
             self._listener.join(timeout=5)
+
+    @property
+    def out_of_time(self) -> bool:
+        return self.deadline is not None and time.time() >= self.deadline
 
     def submit(self, job: Job) -> Future[str]:
         """The client's name, when its upload is written."""

@@ -87,8 +87,7 @@ class Method:
         return [
             f"{self.name}{f' ({self.alias})' if self.alias else ''}: {self.idea}",
             "",
-            f"  {self.about.get('formula', '')}",
-            "",
+            *([f"  {self.about['formula']}", ""] if "formula" in self.about else []),
             f"  network: {self.down} down (start{self._extras()}), {self.up} up (network, class counts, statistics of the fusion rules; {self.recipe.upload.encoding}), once",
             f"  a site reveals: {'; '.join(self.reveals)}",
             f"  also needs: {', '.join(self.needs) or 'nothing'}",

@@ -25,6 +25,7 @@ from oneround.observe.diagnosis import RULES, SEVERITIES, Entry, Finding, Run, f
 from oneround.observe.diagnosis.clients import OF_WEIGHT
 from oneround.observe.diagnosis.geometry import Geometry, deep_findings, geometry_of
 from oneround.observe.log import Event
+from oneround.observe.sound import is_number
 from oneround.protocol import blob
 from oneround.protocol.model import preprocessing
 from oneround.recipe import Recipe
@@ -139,17 +140,17 @@ def _file(
         return
     if kind == "epoch" and isinstance(client, str):
         measured.setdefault(client, {})[epoch] = _checked(event)
-    elif kind == "client" and isinstance(client, str) and _is_number(event.get("accuracy")):
+    elif kind == "client" and isinstance(client, str) and is_number(event.get("accuracy")):
         alone.setdefault(client, {})[epoch] = event["accuracy"]
-    elif kind == "snapshot" and isinstance(event.get("rule"), str) and _is_number(event.get("accuracy")):
+    elif kind == "snapshot" and isinstance(event.get("rule"), str) and is_number(event.get("accuracy")):
         curves.setdefault(event["rule"], {})[epoch] = event["accuracy"]
-        if _is_number(event.get("validation")):
+        if is_number(event.get("validation")):
             held_back.setdefault(event["rule"], {})[epoch] = event["validation"]
 
 
 def _checked(entry: Mapping[str, Any]) -> Entry:
     """The numbers of an entry, its trouble, and its gradients if they have the form of a trace: it came from a client."""
-    kept: dict[str, Any] = {name: value for name, value in entry.items() if _is_number(value)}
+    kept: dict[str, Any] = {name: value for name, value in entry.items() if is_number(value)}
     if isinstance(entry.get("trouble"), list):
         kept["trouble"] = [str(kind) for kind in entry["trouble"]]
     gradients = entry.get("gradients")
@@ -160,30 +161,14 @@ def _checked(entry: Mapping[str, Any]) -> Entry:
 
 def _is_trace(there: Any) -> bool:
     return isinstance(there, dict) and all(
-        isinstance(there.get(name), dict) and all(value is None or _is_number(value) for value in there[name].values())
+        isinstance(there.get(name), dict) and all(value is None or is_number(value) for value in there[name].values())
         for name in ("norm", "cosine")
     )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _setting(place: RunFolder, remarks: list[str]) -> dict[str, Any]:
     """What the clients were given: who holds what, the classes, and the size of a prototype."""
     told: dict[str, Any] = {}
-    try:
-        partition = place.read_json("partition.json", ["class_counts", "shared_samples"], "its rules are left aside")
-        rows = partition["class_counts"]
-        if len({len(row) for row in rows}) != 1:
-            raise ValueError(f"{place.path}/partition.json: rows of class_counts differ in length")
-        width = max(3, len(str(len(rows) - 1)))
-        told["counts"] = {f"client_{number:0{width}d}": row for number, row in enumerate(rows) if sum(row)}
-        told["shared"] = int(partition["shared_samples"])
-    except FileNotFoundError:
-        pass
-    except (OneroundError, TypeError, ValueError) as error:
-        remarks.append(f"left out: {error}")
     try:
         manifest = blob.peek(place.broadcast, "broadcast")
         told["class_names"] = tuple(map(str, manifest["class_names"]))
@@ -191,6 +176,15 @@ def _setting(place: RunFolder, remarks: list[str]) -> dict[str, Any]:
     except (OneroundError, KeyError, TypeError, ValueError) as error:
         if place.broadcast.exists():
             remarks.append(f"left out: {error}")
+    try:
+        partition = place.read_partition(len(told.get("class_names", ())) or None)
+        if partition:
+            rows = partition["class_counts"]
+            width = max(3, len(str(len(rows) - 1)))
+            told["counts"] = {f"client_{number:0{width}d}": row for number, row in enumerate(rows) if sum(row)}
+            told["shared"] = partition["shared_samples"]
+    except OneroundError as error:
+        remarks.append(f"left out: {error}")
     return told
 
 

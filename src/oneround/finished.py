@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,11 @@ from typing import Any
 
 from oneround.errors import RecipeError
 from oneround.observe.log import Event, MetricsLog
+from oneround.observe.sound import is_number
 from oneround.protocol import blob
 from oneround.runs import Result, RunFolder
+
+log = logging.getLogger("oneround")
 
 FORMAT = "oneround runs 1"
 TRACED = (
@@ -55,6 +59,13 @@ class Run:
         return next(iter(self.result.rules))
 
     @property
+    def fingerprint(self) -> str:
+        """The same for the same run, in its folder or in a record of it."""
+        result = self.result
+        content = [self.method, dict(self.keys), result.partition, dict(result.rules), dict(result.clients)]
+        return json.dumps(content, sort_keys=True)
+
+    @property
     def scores(self) -> dict[str, float]:
         """Accuracy of every rule, and of the clients alone."""
         alone = list(self.result.clients.values())
@@ -73,7 +84,7 @@ class Run:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Run]:
-    """Every finished run in these folders, however deep, and in these records."""
+    """Every finished run in these folders, however deep, and in these records; one that is there twice counts once."""
     found: dict[Any, Run] = {}
     for path in paths:
         if path.is_file():
@@ -83,11 +94,16 @@ def find_runs(paths: Iterable[Path]) -> list[Run]:
             raise RecipeError(f"{path}: no such folder")
         for result in sorted(path.rglob("result.json")):
             folder = result.parent
-            if (folder / "recipe.yaml").is_file() and folder.resolve() not in found:
+            if not (folder / "recipe.yaml").is_file():
+                log.warning("%s: left out, there is no recipe.yaml beside it", result)
+            elif folder.resolve() not in found:
                 found[folder.resolve()] = _read_folder(folder)
     if not found:
         raise RecipeError(f"no finished run in {', '.join(map(str, paths))} (a run folder has a result.json)")
-    return list(found.values())
+    once: dict[str, Run] = {}
+    for run in found.values():
+        once.setdefault(run.fingerprint, run)
+    return list(once.values())
 
 
 def keep(runs: Sequence[Run], path: Path) -> None:
@@ -112,7 +128,7 @@ def traces_of(events: Iterable[Event]) -> Traces:
     for event in events:
         if event["event"] != "epoch":
             continue
-        told = {key: event[key] for key in TRACED if event.get(key) is not None}
+        told = {key: event[key] for key in TRACED if is_number(event.get(key))}
         for place, there in event.get("gradients", {}).items():
             told |= {
                 f"{COSINE}{pair} at {place}": value for pair, value in there["cosine"].items() if value is not None
@@ -124,10 +140,8 @@ def traces_of(events: Iterable[Event]) -> Traces:
 
 def _read_folder(folder: Path) -> Run:
     recipe = RunFolder(folder).read_recipe()
-    where: dict[str, Any] = {}
-    if (folder / "environment.json").is_file():
-        told = RunFolder(folder).read_json("environment.json", ["device", "packages", "commit"], "remove it")
-        where = {"device": told["device"], "torch": told["packages"].get("torch"), "commit": told["commit"]}
+    told = RunFolder(folder).read_environment()
+    where = {"device": told["device"], "torch": told["packages"].get("torch"), "commit": told["commit"]} if told else {}
     study = folder.parent / "study.json"
     bound = (
         RunFolder(folder.parent).read_json("study.json", [], "remove it").get("centralised")

@@ -40,11 +40,19 @@ def methods_sheet(group: Group, interest: float) -> Sheet:
     notes = [
         f"test accuracy in %, {len(group.seeds)} partition{'s' * (len(group.seeds) != 1)} (seeds {', '.join(map(str, group.seeds))})"
         + (f", up to {group.repeats} repeats each, averaged first" if group.repeats > 1 else ""),
-        "differences are paired on the same partition; p: two-sided paired t-test, Holm-corrected for "
-        f"{len(group.comparisons)} comparison{'s' * (len(group.comparisons) != 1)}; effect: mean difference in standard deviations of the differences",
+        *_how_compared(len(group.comparisons)),
         *group.remarks,
     ]
     return Sheet(group.setting or "all runs", heads, rows, notes, data)
+
+
+def _how_compared(number: int) -> list[str]:
+    if not number:
+        return []
+    return [
+        f"differences are paired on the same partition; p: two-sided paired t-test, Holm-corrected for {number} "
+        f"comparison{'s' * (number != 1)}; effect: mean difference in standard deviations of the differences"
+    ]
 
 
 def _difference(tested: Comparison) -> str:
@@ -78,10 +86,11 @@ def lambda_sheets(group: Group, every: int = 1) -> list[Sheet]:
         raw, effective = (run.traces.get(key, {}) for key in ("lambda_raw", "lambda_effective"))
         if not raw:
             continue
-        epochs = _shown(next(iter(raw.values())), every)
+        epochs = _shown({epoch for of in raw.values() for epoch in of}, every)
         same = raw == effective
+        shown = {} if same else effective
         rows = [
-            [str(epoch), *(_lambda(raw[client][epoch], None if same else effective[client][epoch]) for client in raw)]
+            [str(epoch), *(_lambda(raw[client].get(epoch), shown.get(client, {}).get(epoch)) for client in raw)]
             for epoch in epochs
         ]
         note = f"partition {run.partition_seed}" + ("" if same else "; raw λ → truly effective λ")
@@ -138,7 +147,10 @@ def _shown(epochs: Iterable[int], every: int) -> list[int]:
     return [epoch for epoch in known if epoch % every == 0 or epoch in (known[0], known[-1])]
 
 
-def _lambda(raw: float, effective: float | None) -> str:
+def _lambda(raw: float | None, effective: float | None) -> str:
+    """Empty where the log has lost it."""
+    if raw is None:
+        return ""
     return f"{raw:.4f}" if effective is None else f"{raw:.4g} → {effective:.4g}"
 
 

@@ -94,11 +94,14 @@ def presets() -> dict[str, dict[str, Any]]:
 def _preset(name: str, what: str = "extends: no preset", others: str = "") -> dict[str, Any]:
     """A preset by name or alias, with all it extends laid under it; else `what` is missing and `others` would do."""
     known = presets()
+    aliases = []
     for preset, raw in known.items():
-        if name in (preset, raw.pop("about", {}).get("alias")):
+        alias = raw.pop("about", {}).get("alias")
+        if name in (preset, alias):
             base = raw.pop("extends", None)
             return merge(_preset(base) if base else {}, {**raw, "method": preset})
-    raise RecipeError(f"{what} '{name}'{did_you_mean(name, known)} (presets: {', '.join(known)}{others})")
+        aliases += [alias] if alias else []
+    raise RecipeError(f"{what} '{name}'{did_you_mean(name, [*aliases, *known])} (presets: {', '.join(known)}{others})")
 
 
 def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

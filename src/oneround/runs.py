@@ -27,6 +27,7 @@ from oneround.learning.batches import steps_per_epoch
 from oneround.learning.schedules import schedules
 from oneround.observe.environment import device_name
 from oneround.observe.log import MetricsLog
+from oneround.observe.sound import fault_of_result, is_table
 from oneround.observe.words import size_in_words
 from oneround.protocol import Broadcast, UploadFolder, blob
 from oneround.reading import load
@@ -122,8 +123,42 @@ class RunFolder:
 
     def read_result(self) -> dict[str, Any]:
         """`result.json`, which follows from the uploads and can be made again."""
-        keys = ("rules", "clients", "partition", "remarks", "uploads")
-        return self.read_json("result.json", keys, f"remove it and make it again with {self.resumption}")
+        keys, fix = (
+            ("rules", "clients", "partition", "remarks", "uploads"),
+            f"remove it and make it again with {self.resumption}",
+        )
+        told = self.read_json("result.json", keys, fix)
+        fault = fault_of_result(told)
+        if fault:
+            raise RunError(f"{self.result}: damaged ({fault}); {fix}")
+        return told
+
+    def read_environment(self) -> dict[str, Any]:
+        """What the run ran on; empty where it was not written down."""
+        if not (self.path / "environment.json").is_file():
+            return {}
+        told = self.read_json("environment.json", ["device", "packages", "commit"], "remove it")
+        if not isinstance(told["packages"], dict):
+            raise RunError(f"{self.path}/environment.json: damaged (packages is no mapping); remove it")
+        return told
+
+    def read_partition(self, classes: int | None = None) -> dict[str, Any]:
+        """Who holds what, of so many classes; empty where it was not written down."""
+        if not (self.path / "partition.json").is_file():
+            return {}
+        fix = f"remove it and make it again with {self.resumption}"
+        told = self.read_json("partition.json", ["class_counts", "shared_samples"], fix)
+        rows = told["class_counts"]
+        width = len(rows[0]) if classes is None and is_table(rows) and rows else classes
+        if not (
+            is_table(rows)
+            and rows
+            and all(len(row) == width for row in rows)
+            and isinstance(told["shared_samples"], int)
+        ):
+            of = f" of {width} classes" if width else ""
+            raise RunError(f"{self.path}/partition.json: damaged (class_counts is no table{of}); {fix}")
+        return told
 
     def read_recipe(self, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
         """The recipe the run was begun with."""

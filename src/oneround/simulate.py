@@ -12,7 +12,7 @@ import logging
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import CancelledError, Future, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from functools import partial
@@ -203,20 +203,29 @@ def _standing(place: RunFolder, plan: Plan) -> dict[str, int | None]:
 def _train(
     place: RunFolder, plan: Plan, crew: Crew, names: Sequence[str], stop: int, spreads: Mapping[int, float]
 ) -> dict[str, int | None]:
-    """Let these clients train to the end of an epoch, the largest first; where they stand then."""
+    """Let these clients train to the end of an epoch, the largest first; where they stand then. One trains even when time is over."""
     told = {"consensus": consensus(spreads, stop - 1)}
     clients, sizes = plan.clients, plan.split.sizes
-    waiting = [
-        crew.submit(plan.job(place, name, stop, told)) for name in sorted(names, key=lambda name: -sizes[clients[name]])
-    ]
+    waiting: list[Future[str]] = []
+    for name in sorted(names, key=lambda name: -sizes[clients[name]]):
+        if not (waiting and crew.out_of_time):  # a crew of one has trained it when `submit` comes back
+            waiting.append(crew.submit(plan.job(place, name, stop, told)))
+    arrived = 0
     late: OutOfTime | None = None
     for done in as_completed(waiting):
         try:
             log.info("%s is at epoch %d", done.result(), stop)
+            arrived += 1
         except OutOfTime as error:
             late = error  # the others end their epoch too and save it
+        except CancelledError:
+            continue
+        for each in waiting if crew.out_of_time else ():
+            each.cancel()
     if late is not None:
         raise late
+    if arrived < len(names) or (names and stop < plan.stops[-1] and crew.out_of_time):
+        raise OutOfTime(f"{place.path}: stopped before epoch {stop} was scored, the time is over; resume to go on")
     return dict.fromkeys(names, stop)
 
 

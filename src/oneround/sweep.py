@@ -25,12 +25,14 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, field_validator
 
+from oneround.acts import settle
 from oneround.crew import begin_worker, hidden_main, listen
 from oneround.data import Dataset, load_dataset
 from oneround.errors import OneroundError, OutOfTime, RecipeError, RunError
+from oneround.finished import flat
 from oneround.learning import Emit, silent
 from oneround.parts import Strict
-from oneround.reading import change, load, read_yaml
+from oneround.reading import change, checked, load, read_yaml
 from oneround.recipe import Recipe, Seed
 from oneround.runs import RunFolder
 from oneround.simulate import run
@@ -47,7 +49,7 @@ class Grid(Strict):
     """Partition seeds: a list, or `1-5`."""
     seeds: list[Seed] = Field(default=[1], min_length=1)
     """Initialisation and training seeds: repeats on the same partition."""
-    grid: dict[str, list[Any]] = Field(default={})
+    grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default={})
     """Recipe keys with the values to try: `alignment.weight.value: [1, 5, 10]`."""
     set: dict[str, Any] = Field(default={})
     """Recipe keys that are the same in every cell."""
@@ -65,6 +67,15 @@ class Grid(Strict):
             raise ValueError("names something twice")
         return value
 
+    @field_validator("grid")
+    @classmethod
+    def _each_once(cls, value: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        for key, values in value.items():
+            twice = next((each for each in values if values.count(each) > 1), None)
+            if twice is not None:
+                raise ValueError(f"{key} names {twice} twice")
+        return value
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -76,25 +87,42 @@ class Cell:
 
 
 def read_grid(path: Path) -> dict[str, Any]:
-    """The YAML of a sweep, to be completed by the command line and checked by `Grid`."""
+    """The YAML of a sweep, checked, to be completed by the command line."""
     raw = read_yaml(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(raw, dict):
         raise RecipeError(f"{path}: a sweep is a YAML mapping (methods: [...], partitions: 1-5, …)")
+    with _told_of(path):
+        checked(Grid, raw)
     return raw
+
+
+@contextmanager
+def _told_of(name: str | Path) -> Iterator[None]:
+    """Say in which file or preset a mistake is, line by line."""
+    try:
+        yield
+    except RecipeError as error:
+        lines = [line if str(name) in line else f"{name}: {line}" for line in str(error).splitlines()]
+        raise RecipeError("\n".join(lines)) from None
 
 
 def cells(grid: Grid, local: Iterable[tuple[str, Any]] = ()) -> list[Cell]:
     """Every combination, methods varying fastest: after each partition all methods can be compared."""
     varied: dict[str, list[Any]] = {**({"partition.alpha": grid.alpha} if grid.alpha else {}), **grid.grid}
     combinations = list(itertools.product(*([(key, value) for value in values] for key, values in varied.items())))
-    found = []
+    found: dict[str, Cell] = {}
+    methods: dict[str, str] = {}
     for partition, seed, changed, method in itertools.product(grid.partitions, grid.seeds, combinations, grid.methods):
         seeds = [("seeds.partition", partition), ("seeds.initialisation", seed), ("seeds.training", seed)]
-        recipe = load(method, [*grid.set.items(), *changed, *seeds, *local])
+        with _told_of(method):
+            recipe = load(method, [*grid.set.items(), *changed, *seeds, *local])
         words = [Path(method).stem, *(f"{key.split('.')[-1]}={_word(value)}" for key, value in changed)]
         place = f"partition_{partition}" + (f"_seed_{seed}" if len(grid.seeds) > 1 else "")
-        found.append(Cell(f"{'_'.join(words)}/{place}", recipe))
-    return found
+        name = f"{'_'.join(words)}/{place}"
+        if name in found:
+            raise RecipeError(f"{methods[name]} and {method}: both would be kept in {name}; give one file another name")
+        found[name], methods[name] = Cell(name, recipe), method
+    return list(found.values())
 
 
 def _word(value: Any) -> str:
@@ -124,8 +152,9 @@ def sweep(
     waiting = [cell for cell in every if not RunFolder(folder / cell.name).result.exists()]
     emit({"event": "sweep", "cells": len(every), "done": len(every) - len(waiting)})
     failed: dict[str, str] = {}
-    for cell in waiting:  # before anything trains: a mistake in the last cell should not show after an hour
+    for cell in every:  # before anything trains: a mistake in the last cell should not show after an hour
         _check(cell, folder)
+    _kept.clear()
     with _on_ray(ray) if ray else _here(workers, waiting, emit) as (submit, width):
         queue = iter(waiting)
         running: dict[Future[dict[str, float]], str] = {}
@@ -143,9 +172,17 @@ def sweep(
 
 
 def _check(cell: Cell, folder: Path) -> None:
+    """What is in a cell's folder, done or begun, must be what is asked for now."""
     place = RunFolder(folder / cell.name)
-    if place.recipe.exists() and place.read_recipe().method != cell.recipe.method:
-        raise RecipeError(f"{place.path}: holds a run of {place.read_recipe().method}; choose another --out")
+    if not place.recipe.exists():
+        return
+    there, asked = place.read_recipe(), settle(cell.recipe, _data(cell.recipe))
+    if there.digest != asked.digest:
+        old, new = dict(flat(there.plain())), dict(flat(asked.plain()))
+        key = next(key for key in [*new, *old] if old.get(key) != new.get(key))
+        raise RecipeError(
+            f"{place.path}: holds a run with {key} = {old.get(key)}, not {new.get(key)}; choose another --out"
+        )
 
 
 def _settle(task: Future[dict[str, float]], name: str, failed: dict[str, str], emit: Emit) -> None:

@@ -52,12 +52,12 @@ def test_tables_say_when_a_difference_is_not_distinguishable() -> None:
 def test_the_log_survives_a_torn_line(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     assert list(log) == []
-    log.append([{"event": "epoch", "epoch": 1}, {"event": "epoch", "epoch": 2}])
+    log.append([{"event": "epoch", "client": "a", "epoch": epoch} for epoch in (1, 2)])
     with log.path.open("a") as file:
         file.write('{"event": "ep')
     assert [event["epoch"] for event in log] == [1, 2]
     log.keep(event for event in list(log) if event["epoch"] == 2)
-    assert log.path.read_text() == '{"event": "epoch", "epoch": 2}\n'
+    assert log.path.read_text() == '{"event": "epoch", "client": "a", "epoch": 2}\n'
 
 
 def test_progress_tells_size_pace_and_snapshots_where_no_bar_is_drawn() -> None:

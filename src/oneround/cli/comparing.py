@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -93,7 +95,7 @@ def sweep(
     )
     given = {"alpha": alpha, "partitions": partitions, "seeds": seeds}
     raw |= {key: _values(key, text) for key, text in given.items() if text is not None}
-    raw["grid"] = {**raw.get("grid", {}), **dict(_axis(text) for text in grid or [])}
+    raw["grid"] = {**raw.get("grid", {}), **_axes(grid or [])}
     overrides = dict(data_overrides(data)) if data is not None else {}
     raw["set"] = {**overrides, **raw.get("set", {}), **dict(parse_override(text) for text in sets or [])}
     local = {"local.data_path": None if data_dir is None else str(data_dir), "local.device": device}
@@ -104,12 +106,15 @@ def sweep(
         out.print(f"{len(standing.left)} cells are left, the time is over; the same command goes on.", highlight=False)
     if standing.done:
         runs = find_runs([folder / name for name in standing.done])
-        for group in grouped(runs, baseline if baseline else None, common=bool(standing.left or standing.failed)):
+        common = bool(standing.left or standing.failed)
+        baseline = baseline or grouped(runs, common=common)[0].baseline.method
+        for group in grouped(runs, baseline, common=common):
             sheet = methods_sheet(group, 1.0)
             out.print(sheet.terminal())
             for line in [*sheet.verdicts(), *sheet.notes]:
                 out.print(f"  {line}", highlight=False, markup=False)
-    out.print(f"Everything is in {folder}/; look again with oneround compare {folder}", highlight=False)
+        again = shlex.join(["oneround", "compare", str(folder), "--baseline", baseline, *["--common"] * common])
+        out.print(f"Everything is in {folder}/; look again with {again}", highlight=False, soft_wrap=True)
     if standing.failed:
         raise RunError("\n".join(f"{name}: {text}" for name, text in standing.failed.items()))
 
@@ -118,13 +123,25 @@ def _describes_a_sweep(name: str) -> bool:
     path = Path(name)
     if not path.is_file() or path.suffix not in (".yaml", ".yml"):
         return False
-    raw = read_yaml(path.read_text(encoding="utf-8"), name)
+    try:
+        raw = read_yaml(path.read_text(encoding="utf-8"), name)
+    except UnicodeDecodeError:
+        return False  # a recipe that is none says so
     return isinstance(raw, dict) and "methods" in raw
 
 
 def _values(key: str, text: str) -> Any:
     """`1-5` as it is, `1,2,7` as a list."""
     return text if "-" in text and "," not in text else read_yaml(f"[{text}]", f"--{key}")
+
+
+def _axes(texts: Sequence[str]) -> dict[str, list[Any]]:
+    axes: dict[str, list[Any]] = {}
+    for key, values in map(_axis, texts):
+        if key in axes:
+            raise RecipeError(f"--grid {key}: given twice; write all values in one")
+        axes[key] = values
+    return axes
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:

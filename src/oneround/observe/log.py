@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from oneround.observe.sound import sound_event
+
 Event = dict[str, Any]
 
 
@@ -28,12 +30,12 @@ class MetricsLog:
     def __iter__(self) -> Iterator[Event]:
         if not self.path.is_file():
             return
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in self.path.read_bytes().splitlines():
             try:
-                event = json.loads(line)
+                event = sound_event(json.loads(line))
             except ValueError:
                 continue  # the torn line of a killed run
-            if isinstance(event, dict):
+            if event is not None:
                 yield event
 
     def keep(self, events: Iterable[Event]) -> None:

@@ -1,6 +1,7 @@
 """Differences that can be trusted: paired over partitions, with an interval, a test, and how many pairs it would take.
 
-The t-interval and t-test of paired differences; Holm's correction for several comparisons; power from the non-central t.
+The t-interval and t-test of paired differences; Holm's correction for several comparisons; power by averaging over what the
+spread may be estimated as (the non-central t, which the library computes with gaps).
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.special import nctdtr, stdtr, stdtrit
+import numpy as np
+from scipy.special import gammaincinv, ndtr, stdtr, stdtrit
 
 LEVEL = 0.05  # of the tests and, as 1 − LEVEL, of the intervals
 POWER = 0.8
 MANY = 10_000  # more pairs than anybody will run
+NOTHING = 1e-9  # points; a spread below it is rounding
 
 
 @dataclass(frozen=True)
@@ -85,22 +88,31 @@ class Comparison:
             return f"{mean:+.1f} on one partition: says nothing about others"
         if self.real:
             return f"{'better' if mean > 0 else 'worse'} by {abs(mean):.1f} points (p = {self.corrected:.2g} with {pairs} pairs)"
-        needed = pairs_needed(_deviation(self.difference) or 0.0, interest)
-        how_many = f"about {needed}" if needed < MANY else "too many to run"
-        return f"not distinguishable with {pairs} pairs; {how_many} would be needed to see {interest:g} point{'s' * (interest != 1)}"
+        spread = _deviation(self.difference)
+        if not spread:
+            return f"{mean:+.1f} on each of {pairs} partitions: too few to say how much it varies"
+        needed = pairs_needed(spread, interest, LEVEL / self.comparisons)
+        seen = f"{interest:g} point{'s' * (interest != 1)}"
+        if needed <= pairs:
+            return f"not distinguishable with {pairs} pairs, enough to see {seen}"
+        how_many = f"about {needed}" if needed < MANY else f"more than {MANY:,}"
+        return f"not distinguishable with {pairs} pairs; {how_many} would be needed to see {seen}"
 
 
 def _deviation(summary: Summary) -> float | None:
-    return statistics.stdev(summary.values) if len(summary.values) > 1 else None
+    if len(summary.values) < 2:
+        return None
+    spread = statistics.stdev(summary.values)
+    return spread if spread > NOTHING else 0.0
 
 
 def p_value(difference: Summary) -> float | None:
-    """Two-sided t-test that the mean difference is 0; None with fewer than two pairs."""
+    """Two-sided t-test that the mean difference is 0, a sign test where the differences are all the same; None with one pair."""
     count, spread = len(difference.values), _deviation(difference)
     if spread is None:
         return None
     if spread == 0:
-        return 1.0 if difference.mean == 0 else 0.0
+        return 1.0 if abs(difference.mean) <= NOTHING else 2.0 ** (1 - count)
     return float(2 * stdtr(count - 1, -abs(difference.mean) / spread * math.sqrt(count)))
 
 
@@ -124,21 +136,22 @@ def compared(differences: Sequence[Summary]) -> list[Comparison]:
     ]
 
 
-def power(deviation: float, difference: float, pairs: int) -> float:
+def power(deviation: float, difference: float, pairs: int, level: float = LEVEL) -> float:
     """Chance that a paired t-test sees a true mean difference, given the standard deviation of differences."""
     shift = abs(difference) / deviation * math.sqrt(pairs) if deviation else math.inf
-    if shift > 30:  # certain, and beyond what the distribution function can be computed for
-        return 1.0
-    critical = float(stdtrit(pairs - 1, 1 - LEVEL / 2))
-    return float(1 - nctdtr(pairs - 1, shift, critical) + nctdtr(pairs - 1, shift, -critical))
+    critical = float(stdtrit(pairs - 1, 1 - level / 2))
+    estimates = np.sqrt(
+        2 / (pairs - 1) * gammaincinv((pairs - 1) / 2, (np.arange(1000) + 0.5) / 1000)
+    )  # of the deviation, over it
+    return float(np.mean(ndtr(shift - critical * estimates) + ndtr(-shift - critical * estimates)))
 
 
-def pairs_needed(deviation: float, difference: float) -> int:
-    """How many pairs see that difference with a chance of 80 %."""
+def pairs_needed(deviation: float, difference: float, level: float = LEVEL) -> int:
+    """How many pairs see that difference with a chance of 80 %; `level` is corrected where several are tested together."""
     low, high = 2, 2
-    while high < MANY and power(deviation, difference, high) < POWER:
+    while high < MANY and power(deviation, difference, high, level) < POWER:
         low, high = high, 2 * high
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if power(deviation, difference, middle) >= POWER else (middle + 1, high)
+        low, high = (low, middle) if power(deviation, difference, middle, level) >= POWER else (middle + 1, high)
     return min(low, MANY)

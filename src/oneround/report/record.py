@@ -10,6 +10,7 @@ from typing import Any
 
 from oneround.errors import ProtocolError, RunError
 from oneround.observe.log import Event
+from oneround.observe.sound import is_number
 from oneround.protocol import blob
 from oneround.recipe import Recipe
 from oneround.runs import RunFolder
@@ -77,7 +78,7 @@ class Record:
         """Something measured every epoch, by client; empty where it never was."""
         found: Trace = {}
         for client, epochs in self.epochs.items():
-            values = {epoch: event[key] for epoch, event in epochs.items() if event.get(key) is not None}
+            values = {epoch: event[key] for epoch, event in epochs.items() if is_number(event.get(key))}
             if values:
                 found[client] = values
         return found
@@ -102,6 +103,10 @@ def find_folders(paths: Iterable[Path]) -> list[Path]:
     """Every run folder in these folders, begun or finished, however deep."""
     found: dict[Path, Path] = {}
     for path in paths:
+        if path.is_file():
+            raise RunError(
+                f"{path}: a file; a report needs run folders (a record can be compared: oneround compare {path})"
+            )
         if not path.exists():
             raise RunError(f"{path}: no such folder")
         for recipe in sorted(path.rglob("recipe.yaml")):
@@ -131,14 +136,13 @@ def read(folder: Path) -> Record:
             curves.setdefault(event["rule"], {})[event["epoch"]] = 100 * event["accuracy"]
         elif event.get("event") == "client":
             alone.setdefault(event["client"], {})[event["epoch"]] = 100 * event["accuracy"]
+    names = _class_names(place)
+    partition = place.read_partition(len(names) or None)
+    names = names or tuple(map(str, range(len(partition.get("class_counts", [[]])[0]))))
     return Record(
-        folder, recipe, _json(place, "partition.json"), _class_names(place), _json(place, "environment.json"), result,
+        folder, recipe, partition, names, place.read_environment(), result,
         {client: epochs[client] for client in sorted(epochs)}, curves, alone, tuple(stopped),
     )  # fmt: skip
-
-
-def _json(place: RunFolder, name: str) -> dict[str, Any]:
-    return place.read_json(name, [], f"go on with {place.resumption}") if (place.path / name).is_file() else {}
 
 
 def _uploads(place: RunFolder) -> Iterator[blob.Manifest]:
@@ -151,9 +155,8 @@ def _uploads(place: RunFolder) -> Iterator[blob.Manifest]:
 
 
 def _class_names(place: RunFolder) -> tuple[str, ...]:
-    """As the broadcast names them; without one, numbers."""
+    """As the broadcast names them."""
     try:
         return tuple(map(str, blob.peek(place.broadcast, "broadcast")["class_names"]))
     except (ProtocolError, KeyError, TypeError):
-        rows = _json(place, "partition.json").get("class_counts") or [[]]
-        return tuple(str(label) for label in range(len(rows[0])))
+        return ()

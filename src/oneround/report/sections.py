@@ -326,6 +326,8 @@ def classes(record: Record) -> Html:
     if record.result is None:
         return Html("")
     rules, clients = record.result["rules"], record.result["clients"]
+    if any(len(each.get("per_class", ())) != len(record.class_names) for each in (*rules.values(), *clients.values())):
+        return aside("Left out: result.json does not have the classes of the broadcast.")
     kept = [name for name in record.largest(CLIENTS) if name in clients]
     models = {record.rule: rules[record.rule], **{name: clients[name] for name in kept}}
     rows = [[None if share is None else 100 * share for share in each["per_class"]] for each in models.values()]
