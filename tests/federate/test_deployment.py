@@ -29,7 +29,7 @@ from oneround.simulate import run as simulate
 from oneround.site import Site
 from test_cli import bad, good
 
-PATIENCE = 100.0
+PATIENCE = 200.0  # a busy machine takes its time; nothing here waits longer than it must
 
 
 def wait_for(what: Callable[[], object], why: Callable[[], object] = str) -> None:
@@ -132,7 +132,14 @@ def result(out: Path) -> dict[str, object]:
 @pytest.mark.xdist_group("tls")
 def test_commands_keys_and_the_same_uploads_as_a_simulation(digits: Dataset, tmp_path: Path) -> None:
     """`oneround federate` with TLS and keys: three sites are counted, a stranger and an impostor are not."""
-    recipe = small_recipe(partition__clients=3, partition__alpha=0.3, training__epochs=2, snapshots=0, local__workers=1)
+    recipe = small_recipe(
+        partition__clients=3,
+        partition__alpha=0.3,
+        training__epochs=2,
+        snapshots=0,
+        local__workers=1,
+        fusion=["typicality-gated", "iffi"],
+    )
     names = [f"client_00{number}" for number in range(3)]
     keys, stranger = KeyFolder(tmp_path / "keys"), KeyFolder(tmp_path / "stranger")
     sites = [word for name in [*names, "mallory"] for word in ("--site", name)]
@@ -189,7 +196,7 @@ def test_commands_keys_and_the_same_uploads_as_a_simulation(digits: Dataset, tmp
 def test_liars_are_refused_and_the_quorum_is_fused_without_the_silent_one(
     digits: Dataset, federation: Federation, tmp_path: Path
 ) -> None:
-    recipe = small_recipe(partition__clients=3, partition__alpha=0.3, quorum=2)
+    recipe = small_recipe(partition__clients=3, partition__alpha=0.3, quorum=2, fusion=["iffi"])
     honest = trained(recipe, digits, [0, 1])
     one, two = honest.values()
     prototypes = one.weights["prototypes"]
@@ -233,7 +240,12 @@ def test_a_killed_client_and_a_killed_server_lose_nothing(
     digits: Dataset, federation: Federation, tmp_path: Path
 ) -> None:
     recipe = small_recipe(
-        partition__clients=3, partition__alpha=0.3, training__epochs=16, training__batch_size=16, snapshots=0
+        partition__clients=3,
+        partition__alpha=0.3,
+        training__epochs=10,
+        training__batch_size=16,
+        snapshots=0,
+        fusion=["iffi"],
     )
     expected = trained(recipe, digits, [0, 1, 2])
     out, place = tmp_path / "out", tmp_path / "client_002"
@@ -248,7 +260,7 @@ def test_a_killed_client_and_a_killed_server_lose_nothing(
     _kill_trainers(place)
     (state,) = place.glob("*/state.safetensors")
     reached = blob.peek(state, "state")["epoch"]
-    assert 1 <= reached < 16, "killed too late to show anything"
+    assert 1 <= reached < 10, "killed too late to show anything"
     federation.link.child.kill()
     federation.link.start()
     run = federation.serve(recipe, out)
@@ -258,7 +270,7 @@ def test_a_killed_client_and_a_killed_server_lose_nothing(
     assert "2 uploads are here already: client_000, client_001" in told
     assert_same(RunFolder(out).uploads(), expected.values())
     assert list(result(out)["uploads"].items())[:2] == [(name, expected[name].content) for name in sorted(expected)[:2]]
-    assert site.count(" epoch 1:") == 1 and site.count(" epoch 16:") == 1
+    assert site.count(" epoch 1:") == 1 and site.count(" epoch 10:") == 1
 
 
 def _kill_trainers(place: Path) -> None:
@@ -276,7 +288,7 @@ def _kill_trainers(place: Path) -> None:
 def test_the_deadline_fuses_what_is_there_and_a_late_upload_is_kept(
     digits: Dataset, federation: Federation, tmp_path: Path
 ) -> None:
-    recipe = small_recipe(partition__clients=3, partition__alpha=0.3, quorum=2, deadline=3.0)
+    recipe = small_recipe(partition__clients=3, partition__alpha=0.3, quorum=2, deadline=3.0, fusion=["iffi"])
     uploads = trained(recipe, digits, [0, 1, 2])
     out = tmp_path / "out"
     for name in ("client_000", "client_001"):
