@@ -91,4 +91,4 @@ class Method:
 def describe(name: str, model: str, classes: int, public: int) -> Method:
     """A preset by name or alias, with bytes counted for an encoder, that many classes and public images."""
     recipe = change(load(name), {"model.encoder": model})
-    return Method(recipe, presets()[recipe.method], acts.traffic(recipe, classes, 3, public))
+    return Method(recipe, presets()[recipe.method], acts.traffic(recipe, classes, (3, 32, 32), public))

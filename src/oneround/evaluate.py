@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oneround.data import Images
-from oneround.fusion import EnsembleRule, Rule
+from oneround.fusion import EnsembleRule, Rule, ridge
 from oneround.fusion.rule import expert_of
 from oneround.models import Ensemble, Expert
 from oneround.models.inference import Combine, Totals
@@ -67,8 +67,12 @@ def score_uploads(
     totals: dict[str, list[Totals]] = {name: [] for name in together}
     alone: dict[str, Score] = {}
     for upload in uploads:
-        answers = _look(expert_of(upload, broadcast, device), together, totals, test.batches(device, mean, std))
-        alone[upload.client] = Score.of(answers, test.labels, broadcast.classes)
+        if broadcast.weights:
+            answers = _look(expert_of(upload, broadcast, device), together, totals, test.batches(device, mean, std))
+            alone[upload.client] = Score.of(answers, test.labels, broadcast.classes)
+        else:
+            own = GlobalModel.of(ridge.alone(upload, broadcast, device), ridge.Ridge(), broadcast)
+            alone[upload.client] = score_model(own, test, device)
         del upload  # before the next one is read
     scores = {}
     for name, each in rules.items():
@@ -107,5 +111,6 @@ def score_model(model: GlobalModel, test: Images, device: torch.device) -> Score
         outcome = [rule.scores(sums) for sums in totals[""]]
     else:
         inference = model.inference.to(device)
-        outcome = [inference(images) for images in test.batches(device, model.mean, model.std)]
+        size = inference.at_once
+        outcome = [inference(images) for images in test.batches(device, model.mean, model.std, size)]
     return Score.of(torch.cat(outcome), test.labels, len(model.class_names))

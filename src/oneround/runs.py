@@ -22,6 +22,7 @@ from oneround.errors import ProtocolError, RecipeError, RunError
 from oneround.learning import Emit, silent
 from oneround.learning.batches import steps_per_epoch
 from oneround.learning.schedules import schedules
+from oneround.models.features import features
 from oneround.observe.environment import device_name
 from oneround.observe.log import MetricsLog
 from oneround.observe.words import size_in_words
@@ -29,6 +30,7 @@ from oneround.protocol import Broadcast, UploadFolder, blob
 from oneround.reading import load
 from oneround.recipe import Local, Recipe
 from oneround.site import Site, choose_device, threads_per_client
+from oneround.sums import steps_of
 
 log = logging.getLogger("oneround")
 
@@ -160,7 +162,7 @@ class Plan:
                 f"partition = {settled.partition.label}, seed {settled.seeds.partition}: every client is left with no "
                 "samples, nobody could train; choose another partition.kind, alpha or seed"
             )
-        return Plan(settled, data, split, acts.traffic(settled, data.classes, data.shape[0], len(split.public)))
+        return Plan(settled, data, split, acts.traffic(settled, data.classes, data.shape, len(split.public)))
 
     def prepare(self, emit: Emit = silent) -> Broadcast:
         """The first act, on this machine: the server holds the public images."""
@@ -182,6 +184,8 @@ class Plan:
     @property
     def steps(self) -> int:
         training = self.recipe.training
+        if not self.recipe.trains:
+            return sum(steps_of(size) for size in self.split.sizes)
         return training.epochs * sum(steps_per_epoch(size, training) for size in self.split.sizes)
 
     @property
@@ -216,7 +220,6 @@ class Plan:
     def lines(self) -> list[str]:
         """The run's size in words: samples, steps, parameters, bytes, device."""
         recipe, clients, local = self.recipe, self.clients, self.recipe.local
-        assert recipe.model.encoder is not None
         sizes = [self.split.sizes[number] for number in clients.values()]
         shown = ", ".join(f"{size:,}" for size in sizes[:10]) + (
             f", … ({min(sizes):,} to {max(sizes):,})" if len(sizes) > 10 else ""
@@ -235,12 +238,27 @@ class Plan:
             f"  {len(clients)} clients with {shown} samples"
             + (f"; the server keeps {len(self.split.public):,} public ones" if len(self.split.public) else "")
             + (f"; {len(self.split.validation):,} are held back to choose by" if len(self.split.validation) else ""),
-            f"  {recipe.model.encoder.label}: {parameters:,} parameters; {recipe.training.epochs} epochs, {self.steps:,} steps "
-            f"of up to {recipe.training.batch_size} samples × 2 views",
+            f"  {self._work()}",
             f"  network: {size_in_words(down)} down and {size_in_words(up)} up per client, {size_in_words(len(clients) * (down + up))} in all",
             f"  on {device_name(device)}: clients {how}",
             *(f"  note: {remark}" for remark in self.remarks()),
         ]
+
+
+    def _work(self) -> str:
+        """What every client does."""
+        recipe = self.recipe
+        summed = ""
+        if recipe.sums is not None:
+            size = features.of(recipe.sums.features).size_for(self.data.shape)
+            summed = f"sums of {size:,} fixed features ({recipe.sums.features.label}), one pass"
+        if not recipe.trains:
+            return f"{summed}, nothing is trained"
+        assert recipe.model.encoder is not None
+        return (
+            f"{recipe.model.encoder.label}: {self.traffic.parameters:,} parameters; {recipe.training.epochs} epochs, "
+            f"{self.steps:,} steps of up to {recipe.training.batch_size} samples × 2 views" + (f"; {summed}" if summed else "")
+        )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ A rule is a pure function of the uploads, so every rule is scored on the same up
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ from oneround.site import Site
 
 class Rule(Part):
     """A way to turn uploads into one model."""
+
+    needs_network: ClassVar[bool] = True
+    """Whether clients must have trained networks."""
+    needs_sums: ClassVar[bool] = False
+    """Whether clients must have sent sums of fixed features."""
 
     def statistics(self, classes: int, features: int) -> Shapes:
         """Names and shapes of the float32 statistics every client must upload for this rule."""

@@ -21,6 +21,11 @@ Totals = dict[str, Tensor]
 class Inference(nn.Module):
     """Normalised images → scores (n, classes); larger is likelier."""
 
+    @property
+    def at_once(self) -> int:
+        """How many images to give it at a time, so that what lies between fits into memory."""
+        return 500
+
     def shards(self) -> Iterator[dict[str, Tensor]]:
         """The tensors to save, a file at a time."""
         raise NotImplementedError

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from oneround.errors import ProtocolError
 from oneround.protocol import blob
+from oneround.models.features import features
 from oneround.reading import parse_federated
 from oneround.recipe import Federated
+from oneround.sums import expected
+from oneround.sums.moments import Expected
 
 History = list[dict[str, Any]]
 SLACK = 16 * 2**20  # what an upload may have beside its weights and statistics: manifest, history, header
@@ -31,9 +34,9 @@ class Broadcast:
     shape: tuple[int, int, int]
     """(channels, height, width) of the images"""
     weights: dict[str, Tensor]
-    """The network's initial parameters and norm statistics, prototypes among them."""
+    """The network's initial parameters and norm statistics, prototypes among them; empty where no network is trained."""
     extras: dict[str, Tensor] = field(default_factory=dict)
-    """What else the recipe's parts need at every site: `anchors`, `bank.features`, `bank.labels`."""
+    """What else the recipe's parts need at every site: `anchors`, `bank.features`, `bank.labels`, `features.*`."""
 
     @property
     def classes(self) -> int:
@@ -43,6 +46,13 @@ class Broadcast:
     def digest(self) -> str:
         """SHA-256 of the recipe's federated half; every upload must carry it."""
         return self.recipe.digest
+
+    @cached_property
+    def sums(self) -> Expected:
+        """Names, shapes and types of the sums every upload must carry."""
+        if self.recipe.sums is None:
+            return {}
+        return expected(self.recipe, features.of(self.recipe.sums.features).size_for(self.shape), self.classes)
 
     @property
     def size(self) -> int:
@@ -76,7 +86,7 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Upload:
-    """What a site sends back: its network, how much data it stands for, and the statistics the fusion rules asked for."""
+    """What a site sends back: its network, its sums, how much data it stands for, the statistics fusion rules asked for."""
 
     client: str
     recipe_digest: str
@@ -85,7 +95,10 @@ class Upload:
     class_counts: Tensor
     """(classes,) int64: samples the client holds of each class"""
     weights: dict[str, Tensor]
+    """Empty where no network is trained."""
     statistics: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Sums of fixed features over its images, as `sums.packed` packs them; empty where the recipe asks for none."""
     history: History = field(default_factory=list)
     """What training measured, an entry an epoch."""
     stopped: str = ""
@@ -98,7 +111,7 @@ class Upload:
     @property
     def size(self) -> int:
         """Bytes of its tensors."""
-        return size_of(self.weights) + size_of(self.statistics)
+        return size_of(self._tensors())
 
     @property
     def content(self) -> str:
@@ -107,7 +120,7 @@ class Upload:
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
     def _tensors(self) -> dict[str, Tensor]:
-        return _prefixed(weights=self.weights, statistics=self.statistics)
+        return _prefixed(weights=self.weights, statistics=self.statistics, sums=self.sums)
 
     def pack(self) -> bytes:
         manifest = {
@@ -150,19 +163,20 @@ class Upload:
             raise ProtocolError(
                 f"{where}: refused, it answers another recipe ({str(manifest.get('recipe_digest'))[:12]}…, expected {broadcast.digest[:12]}…)"
             )
-        expected = {
+        wanted = {
             f"weights.{name}": (tuple(tensor.shape), tensor.dtype) for name, tensor in broadcast.weights.items()
         }
-        expected |= {f"statistics.{name}": (shape, torch.float32) for name, shape in statistics.items()}
-        for name in sorted(expected.keys() | tensors.keys()):
-            if name not in tensors or name not in expected:
+        wanted |= {f"statistics.{name}": (shape, torch.float32) for name, shape in statistics.items()}
+        wanted |= {f"sums.{name}": asked for name, asked in broadcast.sums.items()}
+        for name in sorted(wanted.keys() | tensors.keys()):
+            if name not in tensors or name not in wanted:
                 raise ProtocolError(
-                    f"{where}: refused, tensor {name} is {'missing' if name in expected else 'not asked for'}"
+                    f"{where}: refused, tensor {name} is {'missing' if name in wanted else 'not asked for'}"
                 )
             shape, dtype = tuple(tensors[name].shape), tensors[name].dtype
-            if (shape, dtype) != expected[name]:
+            if (shape, dtype) != wanted[name]:
                 raise ProtocolError(
-                    f"{where}: refused, {name} is {dtype} {shape}, expected {expected[name][1]} {expected[name][0]}"
+                    f"{where}: refused, {name} is {dtype} {shape}, expected {wanted[name][1]} {wanted[name][0]}"
                 )
         counts = manifest.get("class_counts")
         if not (
@@ -174,6 +188,8 @@ class Upload:
             raise ProtocolError(
                 f"{where}: refused, class_counts must be {broadcast.classes} counts, at least one above 0"
             )
+        if "sums.counts" in tensors and tensors["sums.counts"].tolist() != [_copies(broadcast) * n for n in counts]:
+            raise ProtocolError(f"{where}: refused, its sums are over other numbers of images than its class_counts say")
         epoch, client = manifest.get("epoch"), manifest.get("client")
         if type(epoch) is not int or not 0 <= epoch <= broadcast.recipe.training.epochs or not isinstance(client, str):
             raise ProtocolError(
@@ -181,12 +197,17 @@ class Upload:
             )
         history = manifest.get("history")
         return Upload(
-            client, broadcast.digest, epoch, torch.tensor(counts), **_parted(tensors, "weights", "statistics"),
+            client, broadcast.digest, epoch, torch.tensor(counts), **_parted(tensors, "weights", "statistics", "sums"),
             history=history if isinstance(history, list) else [], stopped=str(manifest.get("stopped", "")),
         )  # fmt: skip
 
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+def _copies(broadcast: Broadcast) -> int:
+    """How often sums count an image."""
+    return broadcast.recipe.sums.copies if broadcast.recipe.sums else 1
 
 
 def size_of(tensors: dict[str, Tensor]) -> int:
@@ -210,7 +231,12 @@ def _parted(tensors: dict[str, Tensor], *parts: str) -> dict[str, dict[str, Tens
 def max_upload_bytes(broadcast: Broadcast, statistics: Shapes) -> int:
     """The most an upload to this broadcast may measure."""
     asked = sum(4 * int(torch.Size(shape).numel()) for shape in statistics.values())
-    return size_of(broadcast.weights) + asked + SLACK
+    return size_of(broadcast.weights) + asked + sums_bytes(broadcast.sums) + SLACK
+
+
+def sums_bytes(sums: Expected) -> int:
+    """Bytes of the sums in an upload."""
+    return sum(dtype.itemsize * int(torch.Size(shape).numel()) for shape, dtype in sums.values())
 
 
 class UploadFolder(Sequence[Upload]):

@@ -1,0 +1,64 @@
+"""One pass over a site's images: features of a few images at a time, added into the sums and forgotten."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from oneround.data import Images
+from oneround.models.features import Features
+from oneround.sums.moments import Moments, mirror_
+
+ROWS = 512  # images whose features are held at a time
+COLUMNS = 1024  # of the Gram matrix are worked on at a time, so what a product needs stays small
+
+
+def steps_of(images: int) -> int:
+    """How many blocks a pass over that many images has."""
+    return math.ceil(images / ROWS)
+
+
+@torch.inference_mode()
+def gather(
+    features: Features,
+    data: Images,
+    classes: int,
+    mean: float,
+    std: float,
+    *,
+    mirrored: bool = False,
+    told: Callable[[int], None] = lambda done: None,
+) -> Moments:
+    """The sums over a site's images, on the device the features are on; products in fp32, sums in float64.
+
+    `mirrored`: the mirror image of every image counts too. `told` hears how many blocks are done.
+    """
+    device = data.pixels.device
+    sums = Moments.zero(features.size, classes, device)
+    for done, (pixels, labels) in enumerate(zip(data.pixels.split(ROWS), data.labels.split(ROWS), strict=True)):
+        images = Images(pixels, labels)
+        for flipped in (False, True) if mirrored else (False,):
+            seen = torch.cat(list(_features(features, images, mean, std, flipped)))
+            _add(sums, seen, F.one_hot(labels, classes).float())
+        told(done + 1)
+    mirror_(sums.gram)
+    return sums
+
+
+def _features(features: Features, images: Images, mean: float, std: float, flipped: bool) -> Iterator[Tensor]:
+    for batch in images.batches(images.pixels.device, mean, std, features.at_once):
+        yield features(batch.flip(3) if flipped else batch)
+
+
+def _add(sums: Moments, seen: Tensor, labels: Tensor) -> None:
+    """Only the upper triangle of the Gram matrix is summed."""
+    for start in range(0, seen.shape[1], COLUMNS):
+        end = start + COLUMNS
+        sums.gram[start:end, start:] += seen[:, start:end].T @ seen[:, start:]
+    sums.cross.add_(seen.T @ labels)
+    sums.total.add_(seen.sum(0, dtype=torch.float64))
+    sums.counts.add_(labels.sum(0))

@@ -1,0 +1,138 @@
+"""Sums over images: Σφφᵀ, Σφyᵀ, Σφ and the number of images of each class. They add, they subtract, and they travel.
+
+Exact in float64 here; in an upload the triangle of Σφφᵀ is fp32, or divided by its diagonal and rounded to 16 bits, or only its
+leading directions with the rest as a diagonal (a sketch).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oneround.recipe import Federated, Sums
+
+Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
+TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Moments:
+    """All float64, on one device."""
+
+    gram: Tensor
+    """(D, D) Σφφᵀ"""
+    cross: Tensor
+    """(D, classes) Σφyᵀ, y one-hot"""
+    total: Tensor
+    """(D,) Σφ"""
+    counts: Tensor
+    """(classes,) images of each class"""
+
+    @staticmethod
+    def zero(size: int, classes: int, device: torch.device | str = "cpu") -> Moments:
+        shapes = (size, size), (size, classes), (size,), (classes,)
+        return Moments(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(*(mine + its for mine, its in zip(self._all, other._all, strict=True)))
+
+    def __sub__(self, other: Moments) -> Moments:
+        """What the sums were without somebody."""
+        return Moments(*(mine - its for mine, its in zip(self._all, other._all, strict=True)))
+
+    def include(self, other: Moments) -> None:
+        """Add in place: one set of sums in memory, however many clients there are."""
+        for mine, its in zip(self._all, other._all, strict=True):
+            mine += its.to(mine.device)
+
+    @property
+    def samples(self) -> float:
+        return float(self.counts.sum())
+
+    @property
+    def _all(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.gram, self.cross, self.total, self.counts
+
+
+def expected(recipe: Federated, size: int, classes: int) -> Expected:
+    """Names, shapes and types of the sums in an upload; nothing where the recipe asks for none."""
+    if recipe.sums is None:
+        return {}
+    wanted: Expected = {
+        "cross": ((size, classes), torch.float32),
+        "total": ((size,), torch.float32),
+        "counts": ((classes,), torch.float32),
+    }
+    kept, dtype = recipe.sums.rank, TYPES[recipe.sums.precision]
+    if kept is not None:
+        return wanted | {"directions": ((min(kept, size), size), dtype), "rest": ((size,), torch.float32)}
+    wanted["triangle"] = ((size * (size + 1) // 2,), dtype)
+    return wanted if dtype == torch.float32 else wanted | {"diagonal": ((size,), torch.float32)}
+
+
+def packed(moments: Moments, how: Sums) -> dict[str, Tensor]:
+    """As an upload carries them, on the CPU."""
+    sent = {"cross": moments.cross, "total": moments.total, "counts": moments.counts}
+    dtype, diagonal = TYPES[how.precision], moments.gram.diagonal()
+    gram = moments.gram
+    if how.rank is not None:
+        values, vectors = torch.linalg.eigh(gram)
+        kept = values.clamp(min=0).sqrt().flip(0)[: how.rank, None] * vectors.T.flip(0)[: how.rank]
+        kept = kept.to(dtype)
+        sent |= {"directions": kept, "rest": (diagonal - kept.double().square().sum(0)).clamp(min=0)}
+    elif dtype == torch.float32:
+        sent["triangle"] = _triangle(gram)
+    else:
+        scale = diagonal.clamp(min=1e-30).sqrt()
+        sent |= {"triangle": _triangle(gram / scale[:, None] / scale).to(dtype), "diagonal": diagonal}
+    return {
+        name: (value.float() if value.dtype == torch.float64 else value).cpu().contiguous()
+        for name, value in sent.items()
+    }
+
+
+def unpacked(sent: dict[str, Tensor], device: torch.device | str = "cpu") -> Moments:
+    """The sums again, in float64."""
+    there = {name: value.to(device).double() for name, value in sent.items() if name != "triangle"}
+    if "directions" in there:
+        gram = there["directions"].T @ there["directions"]
+        gram.diagonal().add_(there["rest"])
+    else:
+        gram = _square(sent["triangle"].to(device), len(there["total"]))
+        if "diagonal" in there:
+            scale = there["diagonal"].clamp(min=1e-30).sqrt()
+            gram.mul_(scale).mul_(scale[:, None])
+            gram.diagonal().copy_(there["diagonal"])
+    return Moments(gram, there["cross"], there["total"], there["counts"])
+
+
+def _triangle(gram: Tensor) -> Tensor:
+    """(D(D+1)/2,) fp32: the upper triangle, row by row; no index as large as the matrix is made."""
+    out = torch.empty(len(gram) * (len(gram) + 1) // 2, dtype=torch.float32, device=gram.device)
+    at = 0
+    for row in range(len(gram)):
+        out[at : at + len(gram) - row] = gram[row, row:]
+        at += len(gram) - row
+    return out
+
+
+def _square(triangle: Tensor, size: int) -> Tensor:
+    """(D, D) float64 from its upper triangle."""
+    gram = torch.zeros(size, size, dtype=torch.float64, device=triangle.device)
+    at = 0
+    for row in range(size):
+        gram[row, row:] = triangle[at : at + size - row]
+        at += size - row
+    mirror_(gram)
+    return gram
+
+
+def mirror_(gram: Tensor, block: int = 1024) -> None:
+    """Fill the lower triangle from the upper one, in place, a block at a time."""
+    for start in range(0, len(gram), block):
+        end = start + block
+        gram[end:, start:end] = gram[start:end, end:].T
+        corner = gram[start:end, start:end].triu()
+        gram[start:end, start:end] = corner + corner.triu(1).T
