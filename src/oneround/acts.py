@@ -183,6 +183,15 @@ def statistics_of(broadcast: Broadcast) -> Shapes:
     return asked_by(rules_of(broadcast.recipe), *broadcast.weights["prototypes"].shape)
 
 
+def lacking(rule: Rule, broadcast: Broadcast) -> list[str]:
+    """What this rule needs that uploads to this broadcast do not carry."""
+    if rule.needs_network and not broadcast.weights:
+        return ["networks"]
+    lacks = ["sums of fixed features"] if rule.needs_sums and not broadcast.sums else []
+    wanted = rule.statistics(*broadcast.weights["prototypes"].shape) if broadcast.weights else {}
+    return lacks + sorted(wanted.keys() - statistics_of(broadcast).keys())
+
+
 def asked_by(chosen: Sequence[Rule], classes: int, features: int) -> Shapes:
     """Names and shapes of the statistics these rules ask every client for."""
     asked: Shapes = {}

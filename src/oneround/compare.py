@@ -21,6 +21,7 @@ from oneround.reading import presets
 from oneround.runs import Result, RunFolder
 
 SETTING = ("data.", "partition.", "model.", "public", "training.epochs")
+OF_NETWORK = ("model.", "training.epochs")  # without meaning where none is trained
 ASIDE = ("seeds.", "fusion", "snapshots", "method", "trace.", "evaluation.", "rails.")
 
 
@@ -38,6 +39,11 @@ class Run:
     @property
     def partition_seed(self) -> int:
         return int(self.keys["seeds.partition"])
+
+    @property
+    def trains(self) -> bool:
+        """Whether clients trained a network."""
+        return self.keys.get("objective.terms") != "{}"
 
     def trace(self, key: str) -> dict[str, dict[int, float]]:
         """Something measured per client and epoch."""
@@ -119,11 +125,7 @@ def compare(
     runs: Sequence[Run], baseline: str | None = None, rule: str | None = None, *, common: bool = False
 ) -> list[Group]:
     """Groups of comparable runs. `rule`: one rule, `all`, or each method's first; `common`: only partitions all methods have."""
-    settings = _varying(runs, lambda key: key.startswith(SETTING))
-    grouped: dict[str, list[Run]] = {}
-    for run in runs:
-        grouped.setdefault(_words(run, settings), []).append(run)
-    entries = {setting: _entries(members, rule) for setting, members in grouped.items()}
+    entries = {setting: _entries(members, rule) for setting, members in _by_setting(runs).items()}
     if baseline is not None and not any(_find_baseline(each, baseline) for each in entries.values()):
         names = list(dict.fromkeys(entry.method for each in entries.values() for entry in each))
         raise RecipeError(
@@ -132,6 +134,23 @@ def compare(
     return [
         _group(setting, each, _find_baseline(each, baseline) or each[0], common) for setting, each in entries.items()
     ]
+
+
+def _by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs on the same setting; one without a network is the same for every encoder and length and joins all it fits."""
+    trained = [run for run in runs if run.trains]
+    shared = [key for key in _varying(runs, lambda key: key.startswith(SETTING)) if not key.startswith(OF_NETWORK)]
+    settings = shared + _varying(trained, lambda key: key.startswith(OF_NETWORK))
+    grouped: dict[str, list[Run]] = {}
+    for run in trained:
+        grouped.setdefault(_words(run, settings), []).append(run)
+    fitting = {name: _words(members[0], shared) for name, members in grouped.items()}
+    for run in runs:
+        if not run.trains:
+            here = _words(run, shared)
+            for name in [name for name, its in fitting.items() if its == here] or [here]:
+                grouped.setdefault(name, []).append(run)
+    return grouped
 
 
 def _group(setting: str, entries: Sequence[Entry], base: Entry, common: bool) -> Group:
@@ -257,7 +276,12 @@ def rounds_sheet(group: Group) -> Sheet:
     """Local epochs × methods, with the difference of each to the baseline."""
     curves = {entry.name: entry.curve() for entry in group.entries}
     rules = {entry.rule for entry in group.entries}
-    epochs = sorted(set.intersection(*(set(curve) for curve in curves.values())))
+    trained = [curves[entry.name] for entry in group.entries if entry.runs[0].trains] or list(curves.values())
+    epochs = sorted(set.intersection(*(set(curve) for curve in trained)))
+    for entry in group.entries:
+        if not entry.runs[0].trains:  # one pass, the same at any epoch of the others
+            (only,) = curves[entry.name].values()
+            curves[entry.name] = dict.fromkeys(epochs, only)
     others = [entry for entry in group.entries if entry is not group.baseline]
     base = curves[group.baseline.name]
     heads = [

@@ -61,7 +61,7 @@ class Method:
     def plain(self) -> dict[str, Any]:
         return {
             "name": self.name, **self.about, "parameters": self.traffic.parameters, "bytes_down": self.traffic.down,
-            "bytes_up": self.traffic.up, "needs": self.needs, "recipe": self.recipe.plain(),
+            "bytes_up": self.traffic.up, "needs": self.needs, "reveals": self.revealed, "recipe": self.recipe.plain(),
         }  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -73,7 +73,8 @@ class Method:
             "",
             f"  {self.about.get('formula', '')}",
             "",
-            f"  network: {self.down} down (start{self._extras()}), {self.up} up (network, class counts, statistics of the fusion rules), once",
+            f"  network: {self.down} down ({self._sent()}), {self.up} up ({self._returned()}), once",
+            *(f"  {line}" for line in self.revealed),
             f"  also needs: {', '.join(self.needs) or 'nothing'}",
             f"  run it: oneround run {self.alias or self.name} --data cifar10 --clients 5 --alpha 0.05",
             "",
@@ -81,14 +82,36 @@ class Method:
             *(f"    {line}" for line in yaml.safe_dump(differs, sort_keys=False, allow_unicode=True).splitlines()),
         ]
 
-    def _extras(self) -> str:
-        extras = [
-            word for word, there in (("anchors", self.recipe.alignment), ("feature bank", self.recipe.bank)) if there
+    @property
+    def revealed(self) -> list[str]:
+        """What the server learns of a client's data beside a network, where there are sums."""
+        if self.recipe.sums is None:
+            return []
+        return [
+            "reveals: second moments of fixed features of each client's images (and so their mean), features summed by class, "
+            "class counts",
+            "secure aggregation hides each client's sums: the server sees only the total over all clients, which is all it needs"
+            + ("; the networks and their class counts stay visible" if self.recipe.trains else ""),
         ]
-        return "".join(f", {word}" for word in extras)
+
+    def _sent(self) -> str:
+        there = {
+            "start": self.recipe.trains,
+            "anchors": self.recipe.alignment,
+            "feature bank": self.recipe.bank,
+            "the seed of the features": self.recipe.sums,
+        }
+        return ", ".join(word for word, given in there.items() if given)
+
+    def _returned(self) -> str:
+        network = ["network", "class counts", "statistics of the fusion rules"] if self.recipe.trains else []
+        return ", ".join(
+            network + (["sums of fixed features", "class counts"] if self.recipe.sums else [])[: 2 - self.recipe.trains]
+        )
 
 
 def describe(name: str, model: str, classes: int, public: int) -> Method:
     """A preset by name or alias, with bytes counted for an encoder, that many classes and public images."""
-    recipe = change(load(name), {"model.encoder": model})
+    recipe = load(name)
+    recipe = change(recipe, {"model.encoder": model}) if recipe.trains else recipe
     return Method(recipe, presets()[recipe.method], acts.traffic(recipe, classes, (3, 32, 32), public))

@@ -306,7 +306,9 @@ class Federated(Strict):
                 raise ValueError(f"{name}: objective.terms is empty, so there is no network it could help; name terms")
         for part in self.fusion:
             if getattr(part, "needs_network", True):
-                raise ValueError(f"fusion: {part.kind} needs networks, and objective.terms is empty; name terms, or use ridge")
+                raise ValueError(
+                    f"fusion: {part.kind} needs networks, and objective.terms is empty; name terms, or use ridge"
+                )
 
     @property
     def trains(self) -> bool:

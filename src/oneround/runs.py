@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from oneround import acts
 from oneround.crew import Job, crew_size
 from oneround.data import Dataset, Split, partitions
-from oneround.errors import ProtocolError, RecipeError, RunError
+from oneround.errors import ProtocolError, RecipeError, RunError, did_you_mean
 from oneround.learning import Emit, silent
 from oneround.learning.batches import steps_per_epoch
 from oneround.learning.schedules import schedules
@@ -116,8 +116,8 @@ class RunFolder:
             raise ProtocolError(f"{self.path}: not a run folder (no recipe.yaml in it)")
         return load(self.recipe, overrides)
 
-    def uploads(self) -> UploadFolder:
-        """The uploads that are there, checked when read."""
+    def uploads(self, without: Sequence[str] = (), late: Sequence[Path] = ()) -> UploadFolder:
+        """The uploads that are there, checked when read; without those of some clients, with some that came late."""
         broadcast = Broadcast.read(self.broadcast)
         paths = sorted((self.path / "uploads").glob("*.safetensors"))
         if not paths:
@@ -126,7 +126,19 @@ class RunFolder:
             lost = sorted(set(self.read_result()["uploads"]) - {path.stem for path in paths})
             if lost:
                 log.warning("%s/uploads: missing and left out: %s", self.path, ", ".join(lost))
-        return UploadFolder(paths, broadcast, acts.statistics_of(broadcast))
+        names = [path.stem for path in paths]
+        for name in without:
+            if name not in names:
+                raise ProtocolError(
+                    f"--without {name}: no upload of that name{did_you_mean(name, names)} (there are {', '.join(names[:20])})"
+                )
+        for path in late:
+            if path.stem in names and path.stem not in without:
+                raise ProtocolError(f"--with {path}: {path.stem} is among the uploads already and would count twice")
+        kept = [path for path in paths if path.stem not in without]
+        if not kept and not late:
+            raise ProtocolError(f"{self.path}: nobody's upload is left; keep at least one client")
+        return UploadFolder([*kept, *late], broadcast, acts.statistics_of(broadcast))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -183,10 +195,12 @@ class Plan:
 
     @property
     def steps(self) -> int:
+        return sum(self.steps_of(size) for size in self.split.sizes)
+
+    def steps_of(self, samples: int) -> int:
+        """How many steps a client with so many samples does."""
         training = self.recipe.training
-        if not self.recipe.trains:
-            return sum(steps_of(size) for size in self.split.sizes)
-        return training.epochs * sum(steps_per_epoch(size, training) for size in self.split.sizes)
+        return training.epochs * steps_per_epoch(samples, training) if self.recipe.trains else steps_of(samples)
 
     @property
     def stops(self) -> list[int]:
@@ -244,7 +258,6 @@ class Plan:
             *(f"  note: {remark}" for remark in self.remarks()),
         ]
 
-
     def _work(self) -> str:
         """What every client does."""
         recipe = self.recipe
@@ -257,7 +270,8 @@ class Plan:
         assert recipe.model.encoder is not None
         return (
             f"{recipe.model.encoder.label}: {self.traffic.parameters:,} parameters; {recipe.training.epochs} epochs, "
-            f"{self.steps:,} steps of up to {recipe.training.batch_size} samples × 2 views" + (f"; {summed}" if summed else "")
+            f"{self.steps:,} steps of up to {recipe.training.batch_size} samples × 2 views"
+            + (f"; {summed}" if summed else "")
         )
 
 

@@ -43,6 +43,14 @@ def fuse(
     target: Annotated[
         Path | None, typer.Option("--out", help="Where to write the model; otherwise RUN/fused/RULE.")
     ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option("--without", help="Leave out a client's upload, as if it had never taken part.", metavar="CLIENT"),
+    ] = None,
+    late: Annotated[
+        list[Path] | None,
+        typer.Option("--with", help="An upload that came late, as if it had been there.", metavar="CLIENT.safetensors"),
+    ] = None,
     data_dir: DataDirOption = None,
     sets: Annotated[
         list[str] | None, typer.Option("--set", help="An option of the rule: --set beta=2", metavar="KEY=VALUE")
@@ -58,7 +66,7 @@ def fuse(
 
     place = RunFolder(folder)
     recipe = place.read_recipe([("local.data_path", str(data_dir))] if data_dir else [])
-    uploads = place.uploads()
+    uploads = place.uploads(without or (), late or ())
     if rule == "all":
         chosen = [rules.parse(kind) for kind in sorted(rules.kinds)]
     else:
@@ -66,13 +74,14 @@ def fuse(
         chosen = [rules.of(parse_part("fusion", {"kind": rule, **options}))]
     usable = []
     for each in chosen:
-        lacking = sorted(
-            acts.asked_by([each], *uploads.broadcast.weights["prototypes"].shape).keys() - uploads.statistics.keys()
-        )
+        lacking = acts.lacking(each, uploads.broadcast)
         if not lacking:
             usable.append(each)
         elif rule == "all":
-            err.print(f"{each.kind} is left out: these uploads do not carry its statistics", highlight=False)
+            err.print(
+                f"{each.kind} is left out: these uploads do not carry what it needs ({', '.join(lacking)})",
+                highlight=False,
+            )
         else:
             raise ProtocolError(
                 f"{each.kind} needs statistics these uploads do not carry ({', '.join(lacking)}); "

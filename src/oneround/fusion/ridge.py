@@ -22,6 +22,7 @@ from oneround.protocol import Broadcast, Upload
 from oneround.recipe import Federated, Positive
 from oneround.site import Site
 from oneround.sums import Moments, Solution, constants_of, features_of, solve, unpacked
+from oneround.sums.moments import exact
 from oneround.sums.solve import START
 
 
@@ -52,8 +53,9 @@ class Ridge(Rule):
             bias = bias - counts.clamp(min=1).log()
         constants = constants_of(broadcast.recipe, broadcast.shape, broadcast.extras)
         features = features_of(broadcast.recipe, broadcast.shape, constants)
-        weights = (solution.weights * sharpness).float()
-        return Linear(features, constants, broadcast.shape, weights, bias.float(), self.mirrored)
+        solved = {"centre": solution.centre, "weights": solution.weights * sharpness, "bias": bias}
+        solved = {name: value.float().contiguous() for name, value in solved.items()}
+        return Linear(features, constants, broadcast.shape, solved, self.mirrored)
 
     def restore(
         self, shards: Sequence[dict[str, Tensor]], recipe: Federated, channels: int, classes: int, streamed: bool
@@ -69,15 +71,16 @@ def restored(tensors: dict[str, Tensor], recipe: Federated, mirrored: bool) -> L
     channels, height, width = tensors["shape"].tolist()
     shape = (channels, height, width)
     features = features_of(recipe, shape, constants)
-    return Linear(features, constants, shape, tensors["weights"], tensors["bias"], mirrored)
+    return Linear(features, constants, shape, tensors, mirrored)
 
 
 def added(uploads: Sequence[Upload], broadcast: Broadcast, device: torch.device) -> Moments:
     """The clients' sums, added one after another: two of them in memory, however many there are."""
     size, classes = broadcast.sums["cross"][0]
-    total = Moments.zero(size, classes, device)
+    where = exact(device)
+    total = Moments.zero(size, classes, where)
     for upload in uploads:
-        total.include(unpacked(upload.sums, device))
+        total.include(unpacked(upload.sums, where))
     return total
 
 
@@ -88,6 +91,6 @@ def copies_of(recipe: Federated) -> int:
 
 def alone(upload: Upload, broadcast: Broadcast, device: torch.device) -> Linear:
     """A client's own classifier, from its sums alone, at the penalty the search starts from."""
-    moments = unpacked(upload.sums, device)
-    solution = solve(moments, START, copies_of(broadcast.recipe), judged=False)
+    moments = unpacked(upload.sums, exact(device))
+    solution = solve(moments, START, copies_of(broadcast.recipe))
     return Ridge().model(solution, moments.counts, broadcast)

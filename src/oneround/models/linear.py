@@ -11,20 +11,24 @@ from oneround.models.features import Constants, Features, Shape
 from oneround.models.inference import Inference
 from oneround.models.prototype import on_cpu
 
+SOLVED = ("centre", "weights", "bias")
+
 
 class Linear(Inference):
-    """φ(x)·W + b, scaled so that its softmax are class probabilities; `mirrored`: averaged with the mirror image's."""
+    """(φ(x) − centre)·W + b, scaled so that its softmax are class probabilities; `mirrored`: averaged with the mirror image's."""
 
+    centre: Tensor
     weights: Tensor
     bias: Tensor
 
     def __init__(
-        self, features: Features, constants: Constants, shape: Shape, weights: Tensor, bias: Tensor, mirrored: bool
+        self, features: Features, constants: Constants, shape: Shape, solved: dict[str, Tensor], mirrored: bool
     ) -> None:
+        """`solved`: centre (D,), weights (D, classes) and bias (classes,); `constants`: what the features were built from."""
         super().__init__()
         self.features, self.constants, self.shape, self.mirrored = features, constants, shape, mirrored
-        self.register_buffer("weights", weights)
-        self.register_buffer("bias", bias)
+        for name in SOLVED:
+            self.register_buffer(name, solved[name])
 
     @property
     def at_once(self) -> int:
@@ -34,12 +38,11 @@ class Linear(Inference):
         seen: Tensor = self.features(images)
         if self.mirrored:
             seen = (seen + self.features(images.flip(3))) / 2
-        return seen @ self.weights + self.bias
+        return (seen - self.centre) @ self.weights + self.bias
 
     def shards(self) -> Iterator[dict[str, Tensor]]:
         yield {
-            "weights": on_cpu(self.weights),
-            "bias": on_cpu(self.bias),
+            **{name: on_cpu(getattr(self, name)) for name in SOLVED},
             "shape": torch.tensor(self.shape),
             **{f"features.{name}": value for name, value in self.constants.items()},
         }

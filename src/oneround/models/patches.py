@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from oneround.errors import RecipeError
 from oneround.models.features import Constants, Features, FeaturesPart, Shape, features
 from oneround.models.leaves import dead_leaves
-from oneround.recipe import Count, NotNegative, Positive
+from oneround.recipe import NotNegative, Positive
 from oneround.seeds import derive
 
 CONTRAST = 6e-4  # added to a window's variance (images in −1…1), so that flat windows stay flat
@@ -101,9 +101,7 @@ class PatchFeatures(Features):
     offsets: Tensor
     cells: Tensor
 
-    def __init__(
-        self, filters: Tensor, offsets: Tensor, patch: int, grid: int, threshold: float, shape: Shape
-    ) -> None:
+    def __init__(self, filters: Tensor, offsets: Tensor, patch: int, grid: int, threshold: float, shape: Shape) -> None:
         super().__init__()
         self.patch, self.threshold = patch, threshold
         self.size = 2 * len(filters) * grid**2
@@ -114,7 +112,9 @@ class PatchFeatures(Features):
 
     @property
     def at_once(self) -> int:
-        room = 2**20 if self.filters.device.type == "cpu" else 2**27  # responses: what a core's cache holds, or a GPU fills
+        room = (
+            2**20 if self.filters.device.type == "cpu" else 2**27
+        )  # responses: what a core's cache holds, or a GPU fills
         return max(1, room // (len(self.filters) * len(self.cells)))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def _cut(images: NDArray[np.float64], patch: int, number: int, random: np.random
     which = random.randint(0, count, number)
     top, left = random.randint(0, height - patch + 1, number), random.randint(0, width - patch + 1, number)
     side = np.arange(patch)
-    cut = images[
+    cut: NDArray[np.float64] = images[
         which[:, None, None, None],
         np.arange(channels)[None, :, None, None],
         (top[:, None] + side)[:, None, :, None],

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from oneround.errors import ProtocolError
-from oneround.protocol import blob
 from oneround.models.features import features
+from oneround.protocol import blob
 from oneround.reading import parse_federated
 from oneround.recipe import Federated
 from oneround.sums import expected
@@ -163,9 +163,7 @@ class Upload:
             raise ProtocolError(
                 f"{where}: refused, it answers another recipe ({str(manifest.get('recipe_digest'))[:12]}…, expected {broadcast.digest[:12]}…)"
             )
-        wanted = {
-            f"weights.{name}": (tuple(tensor.shape), tensor.dtype) for name, tensor in broadcast.weights.items()
-        }
+        wanted = {f"weights.{name}": (tuple(tensor.shape), tensor.dtype) for name, tensor in broadcast.weights.items()}
         wanted |= {f"statistics.{name}": (shape, torch.float32) for name, shape in statistics.items()}
         wanted |= {f"sums.{name}": asked for name, asked in broadcast.sums.items()}
         for name in sorted(wanted.keys() | tensors.keys()):
@@ -189,7 +187,9 @@ class Upload:
                 f"{where}: refused, class_counts must be {broadcast.classes} counts, at least one above 0"
             )
         if "sums.counts" in tensors and tensors["sums.counts"].tolist() != [_copies(broadcast) * n for n in counts]:
-            raise ProtocolError(f"{where}: refused, its sums are over other numbers of images than its class_counts say")
+            raise ProtocolError(
+                f"{where}: refused, its sums are over other numbers of images than its class_counts say"
+            )
         epoch, client = manifest.get("epoch"), manifest.get("client")
         if type(epoch) is not int or not 0 <= epoch <= broadcast.recipe.training.epochs or not isinstance(client, str):
             raise ProtocolError(

@@ -55,5 +55,7 @@ def _checksum(constants: Constants) -> Tensor:
     """SHA-256 as 32 bytes."""
     digest = hashlib.sha256()
     for name in sorted(constants):
-        digest.update(f"{name}:{tuple(constants[name].shape)}".encode() + constants[name].contiguous().numpy().tobytes())
+        digest.update(
+            f"{name}:{tuple(constants[name].shape)}".encode() + constants[name].contiguous().numpy().tobytes()
+        )
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)

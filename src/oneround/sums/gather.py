@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from oneround.data import Images
 from oneround.models.features import Features
-from oneround.sums.moments import Moments, mirror_
+from oneround.sums.moments import Moments, exact, mirror_
 
 ROWS = 512  # images whose features are held at a time
 COLUMNS = 1024  # of the Gram matrix are worked on at a time, so what a product needs stays small
@@ -33,17 +33,18 @@ def gather(
     mirrored: bool = False,
     told: Callable[[int], None] = lambda done: None,
 ) -> Moments:
-    """The sums over a site's images, on the device the features are on; products in fp32, sums in float64.
+    """The sums over a site's images; features in fp32, products and sums in float64, which hardly any partition can disturb.
 
     `mirrored`: the mirror image of every image counts too. `told` hears how many blocks are done.
     """
     device = data.pixels.device
-    sums = Moments.zero(features.size, classes, device)
+    where = exact(device)
+    sums = Moments.zero(features.size, classes, where)
     for done, (pixels, labels) in enumerate(zip(data.pixels.split(ROWS), data.labels.split(ROWS), strict=True)):
         images = Images(pixels, labels)
         for flipped in (False, True) if mirrored else (False,):
             seen = torch.cat(list(_features(features, images, mean, std, flipped)))
-            _add(sums, seen, F.one_hot(labels, classes).float())
+            _add(sums, seen.to(where).double(), F.one_hot(labels.to(where), classes).double())
         told(done + 1)
     mirror_(sums.gram)
     return sums
@@ -60,5 +61,5 @@ def _add(sums: Moments, seen: Tensor, labels: Tensor) -> None:
         end = start + COLUMNS
         sums.gram[start:end, start:] += seen[:, start:end].T @ seen[:, start:]
     sums.cross.add_(seen.T @ labels)
-    sums.total.add_(seen.sum(0, dtype=torch.float64))
+    sums.total.add_(seen.sum(0))
     sums.counts.add_(labels.sum(0))

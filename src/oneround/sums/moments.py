@@ -1,7 +1,8 @@
 """Sums over images: Σφφᵀ, Σφyᵀ, Σφ and the number of images of each class. They add, they subtract, and they travel.
 
-Exact in float64 here; in an upload the triangle of Σφφᵀ is fp32, or divided by its diagonal and rounded to 16 bits, or only its
-leading directions with the rest as a diagonal (a sketch).
+Exact in float64 here. An upload carries Σφ and, around the client's own mean, the triangle of Σφφᵀ in fp32: rounding there is
+small against what counts, the spread, and the server adds the means back in float64. Smaller uploads divide the triangle by its
+diagonal and round it to 16 bits, or send only its leading directions and the rest as a diagonal (a sketch).
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ class Moments:
         shapes = (size, size), (size, classes), (size,), (classes,)
         return Moments(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
 
+    def around(self, centre: Tensor) -> Moments:
+        """The sums of φ − centre."""
+        moved = self.total - self.samples * centre
+        gram = torch.addr(torch.addr(self.gram, self.total, centre, alpha=-1), centre, moved, alpha=-1)
+        return Moments(gram, torch.addr(self.cross, centre, self.counts, alpha=-1), moved, self.counts)
+
     def __add__(self, other: Moments) -> Moments:
         return Moments(*(mine + its for mine, its in zip(self._all, other._all, strict=True)))
 
@@ -56,13 +63,18 @@ class Moments:
         return self.gram, self.cross, self.total, self.counts
 
 
+def exact(device: torch.device) -> torch.device:
+    """Where to add: on the device, unless it has no float64."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
 def expected(recipe: Federated, size: int, classes: int) -> Expected:
     """Names, shapes and types of the sums in an upload; nothing where the recipe asks for none."""
     if recipe.sums is None:
         return {}
     wanted: Expected = {
         "cross": ((size, classes), torch.float32),
-        "total": ((size,), torch.float32),
+        "total": ((size,), torch.float64),
         "counts": ((classes,), torch.float32),
     }
     kept, dtype = recipe.sums.rank, TYPES[recipe.sums.precision]
@@ -74,23 +86,20 @@ def expected(recipe: Federated, size: int, classes: int) -> Expected:
 
 def packed(moments: Moments, how: Sums) -> dict[str, Tensor]:
     """As an upload carries them, on the CPU."""
-    sent = {"cross": moments.cross, "total": moments.total, "counts": moments.counts}
-    dtype, diagonal = TYPES[how.precision], moments.gram.diagonal()
-    gram = moments.gram
+    centred = moments.around(moments.total / moments.samples)
+    gram, dtype = centred.gram, TYPES[how.precision]
+    sent, diagonal = {"cross": centred.cross.float(), "counts": moments.counts.float()}, gram.diagonal().clamp(min=0)
     if how.rank is not None:
         values, vectors = torch.linalg.eigh(gram)
         kept = values.clamp(min=0).sqrt().flip(0)[: how.rank, None] * vectors.T.flip(0)[: how.rank]
         kept = kept.to(dtype)
-        sent |= {"directions": kept, "rest": (diagonal - kept.double().square().sum(0)).clamp(min=0)}
+        sent |= {"directions": kept, "rest": (diagonal - kept.double().square().sum(0)).clamp(min=0).float()}
     elif dtype == torch.float32:
-        sent["triangle"] = _triangle(gram)
+        sent["triangle"] = triangle_of(gram)
     else:
         scale = diagonal.clamp(min=1e-30).sqrt()
-        sent |= {"triangle": _triangle(gram / scale[:, None] / scale).to(dtype), "diagonal": diagonal}
-    return {
-        name: (value.float() if value.dtype == torch.float64 else value).cpu().contiguous()
-        for name, value in sent.items()
-    }
+        sent |= {"triangle": triangle_of(gram / scale[:, None] / scale).to(dtype), "diagonal": diagonal.float()}
+    return {name: value.cpu().contiguous() for name, value in {**sent, "total": moments.total}.items()}
 
 
 def unpacked(sent: dict[str, Tensor], device: torch.device | str = "cpu") -> Moments:
@@ -100,17 +109,19 @@ def unpacked(sent: dict[str, Tensor], device: torch.device | str = "cpu") -> Mom
         gram = there["directions"].T @ there["directions"]
         gram.diagonal().add_(there["rest"])
     else:
-        gram = _square(sent["triangle"].to(device), len(there["total"]))
+        gram = square_of(sent["triangle"].to(device), len(there["total"]))
         if "diagonal" in there:
             scale = there["diagonal"].clamp(min=1e-30).sqrt()
             gram.mul_(scale).mul_(scale[:, None])
             gram.diagonal().copy_(there["diagonal"])
-    return Moments(gram, there["cross"], there["total"], there["counts"])
+    nothing = torch.zeros_like(there["total"])
+    back = -there["total"] / there["counts"].sum()
+    return Moments(gram, there["cross"], nothing, there["counts"]).around(back)
 
 
-def _triangle(gram: Tensor) -> Tensor:
-    """(D(D+1)/2,) fp32: the upper triangle, row by row; no index as large as the matrix is made."""
-    out = torch.empty(len(gram) * (len(gram) + 1) // 2, dtype=torch.float32, device=gram.device)
+def triangle_of(gram: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(D(D+1)/2,): the upper triangle, row by row; no index as large as the matrix is made."""
+    out = torch.empty(len(gram) * (len(gram) + 1) // 2, dtype=dtype, device=gram.device)
     at = 0
     for row in range(len(gram)):
         out[at : at + len(gram) - row] = gram[row, row:]
@@ -118,7 +129,7 @@ def _triangle(gram: Tensor) -> Tensor:
     return out
 
 
-def _square(triangle: Tensor, size: int) -> Tensor:
+def square_of(triangle: Tensor, size: int) -> Tensor:
     """(D, D) float64 from its upper triangle."""
     gram = torch.zeros(size, size, dtype=torch.float64, device=triangle.device)
     at = 0
