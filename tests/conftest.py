@@ -47,8 +47,9 @@ def labelled(labels: Any, classes: int | None = None, groups: Any = None) -> Dat
 
 @pytest.fixture(scope="session")
 def federation(digits: Dataset) -> tuple[Recipe, Broadcast, list[Upload]]:
-    """A trained federation of three clients on digits, with every built-in rule's statistics."""
-    recipe = acts.settle(small_recipe(partition__clients=3, partition__alpha=0.3, training__epochs=2), digits)
+    """A trained federation of three clients on digits, with sums and every built-in rule's statistics."""
+    changes = {"sums": {"features": {"kind": "patches", "size": 96, "patch": 4}}, "partition__clients": 3}
+    recipe = acts.settle(small_recipe(**changes, partition__alpha=0.3, training__epochs=2), digits)
     split = partitions.of(recipe.partition).split(digits, 1)
     broadcast = acts.prepare(recipe, digits.class_names, digits.shape)
     uploads = [

@@ -61,7 +61,9 @@ def score_uploads(
     rules: Mapping[str, Rule], uploads: Sequence[Upload], broadcast: Broadcast, test: Images, server: Site
 ) -> tuple[dict[str, Score], dict[str, Score]]:
     """Every rule's score on the same uploads, and every client's alone; one encoder in memory at a time."""
-    together = {name: rule for name, rule in rules.items() if isinstance(rule, EnsembleRule)}
+    together = {
+        name: rule.ready(uploads, broadcast, server) for name, rule in rules.items() if isinstance(rule, EnsembleRule)
+    }
     mean, std = preprocessing(broadcast.recipe)
     device = server.device
     totals: dict[str, list[Totals]] = {name: [] for name in together}
@@ -95,7 +97,9 @@ def _look(
         answers.append(seen.logits)
         for name, rule in rules.items():
             so_far = totals[name]
-            so_far[number : number + 1] = [rule.add(so_far[number] if number < len(so_far) else None, seen)]
+            so_far[number : number + 1] = [
+                rule.add(so_far[number] if number < len(so_far) else rule.begin(images), seen)
+            ]
     return torch.cat(answers)
 
 
@@ -103,7 +107,7 @@ def _look(
 def score_model(model: GlobalModel, test: Images, device: torch.device) -> Score:
     """A model's score; a streamed ensemble reads each of its networks once."""
     if isinstance(model.inference, Ensemble):
-        rule = model.inference.rule
+        rule = model.inference.to(device).rule
         totals: dict[str, list[Totals]] = {"": []}
         for expert in model.inference.experts:
             _look(expert.to(device), {"": rule}, totals, test.batches(device, model.mean, model.std))
@@ -111,6 +115,5 @@ def score_model(model: GlobalModel, test: Images, device: torch.device) -> Score
         outcome = [rule.scores(sums) for sums in totals[""]]
     else:
         inference = model.inference.to(device)
-        size = inference.at_once
-        outcome = [inference(images) for images in test.batches(device, model.mean, model.std, size)]
+        outcome = [inference(images) for images in test.batches(device, model.mean, model.std)]
     return Score.of(torch.cat(outcome), test.labels, len(model.class_names))

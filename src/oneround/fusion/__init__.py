@@ -5,6 +5,7 @@ from oneround.fusion import ensemble as ensemble
 from oneround.fusion import entropy as entropy
 from oneround.fusion import iffi as iffi
 from oneround.fusion import ridge as ridge
+from oneround.fusion import routed as routed
 from oneround.fusion import typicality as typicality
 from oneround.fusion.rule import EnsembleRule, Rule, UploadExperts, rules
 

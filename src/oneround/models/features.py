@@ -6,6 +6,7 @@ Constants that follow from a seed are made at every site; others travel in the B
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import torch
@@ -29,6 +30,17 @@ class Features(nn.Module):
     def at_once(self) -> int:
         """How many images to give it at a time where it is, so that what lies between stays small."""
         return 100
+
+
+def in_parts(see: Callable[[Tensor], Tensor], images: Tensor, at_once: int, width: int) -> Tensor:
+    """see(images) (n, width), a few images at a time, each result copied at once into its place.
+
+    Results that lived on between large temporaries would split the memory those leave, and the process would grow and grow.
+    """
+    seen = images.new_empty(len(images), width)
+    for start in range(0, len(images), at_once):
+        seen[start : start + at_once] = see(images[start : start + at_once])
+    return seen
 
 
 class FeaturesPart(Part):

@@ -21,11 +21,6 @@ Totals = dict[str, Tensor]
 class Inference(nn.Module):
     """Normalised images → scores (n, classes); larger is likelier."""
 
-    @property
-    def at_once(self) -> int:
-        """How many images to give it at a time, so that what lies between fits into memory."""
-        return 500
-
     def shards(self) -> Iterator[dict[str, Tensor]]:
         """The tensors to save, a file at a time."""
         raise NotImplementedError
@@ -88,6 +83,10 @@ class Seen:
 class Combine(Protocol):
     """How an ensemble rule folds views into totals and totals into scores."""
 
+    def begin(self, images: Tensor) -> Totals | None:
+        """What it makes of the images itself, before any expert sees them; most make nothing."""
+        ...
+
     def add(self, totals: Totals | None, seen: Seen) -> Totals: ...
 
     def scores(self, totals: Totals) -> Tensor: ...
@@ -116,7 +115,7 @@ class Ensemble(Inference):
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        totals: Totals | None = None
+        totals = self.rule.begin(images)
         for expert in self.experts:
             totals = self.rule.add(totals, expert.see(images))
         assert totals is not None

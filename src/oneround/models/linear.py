@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from oneround.models.features import Constants, Features, Shape
+from oneround.models.features import Constants, Features, Shape, in_parts
 from oneround.models.inference import Inference
 from oneround.models.prototype import on_cpu
 
@@ -30,11 +30,13 @@ class Linear(Inference):
         for name in SOLVED:
             self.register_buffer(name, solved[name])
 
-    @property
-    def at_once(self) -> int:
-        return self.features.at_once
-
     def forward(self, images: Tensor) -> Tensor:
+        """A few images at a time, so that what lies between stays small; an exported model takes what it is given."""
+        if torch.compiler.is_compiling():
+            return self._scores(images)
+        return in_parts(self._scores, images, self.features.at_once, len(self.bias))
+
+    def _scores(self, images: Tensor) -> Tensor:
         seen: Tensor = self.features(images)
         if self.mirrored:
             seen = (seen + self.features(images.flip(3))) / 2

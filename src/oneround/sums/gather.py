@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from oneround.data import Images
-from oneround.models.features import Features
+from oneround.models.features import Features, in_parts
 from oneround.sums.moments import Moments, exact, mirror_
 
 ROWS = 512  # images whose features are held at a time
@@ -40,19 +40,15 @@ def gather(
     device = data.pixels.device
     where = exact(device)
     sums = Moments.zero(features.size, classes, where)
-    for done, (pixels, labels) in enumerate(zip(data.pixels.split(ROWS), data.labels.split(ROWS), strict=True)):
-        images = Images(pixels, labels)
+    for done, labels in enumerate(data.labels.split(ROWS)):
+        images = (data.pixels[done * ROWS : done * ROWS + ROWS].float() / 255 - mean) / std
         for flipped in (False, True) if mirrored else (False,):
-            seen = torch.cat(list(_features(features, images, mean, std, flipped)))
+            given = images.flip(3) if flipped else images
+            seen = in_parts(features, given, features.at_once, features.size)
             _add(sums, seen.to(where).double(), F.one_hot(labels.to(where), classes).double())
         told(done + 1)
     mirror_(sums.gram)
     return sums
-
-
-def _features(features: Features, images: Images, mean: float, std: float, flipped: bool) -> Iterator[Tensor]:
-    for batch in images.batches(images.pixels.device, mean, std, features.at_once):
-        yield features(batch.flip(3) if flipped else batch)
 
 
 def _add(sums: Moments, seen: Tensor, labels: Tensor) -> None:
