@@ -139,7 +139,7 @@ def test_what_is_revealed_is_said() -> None:
     method = describe("ridge", "resnet18", 10, 5000)
     told = "\n".join(method.lines())
     assert "second moments" in told and "class counts" in told and "the server sees only the total" in told
-    assert method.traffic.up == 4 * 4800 * 4801 // 2 + 4800 * (4 * 10 + 8) + 4 * 10
+    assert method.traffic.up == 4 * 6400 * 6401 // 2 + 6400 * (4 * 10 + 8) + 4 * 10
     assert describe("fafi", "resnet18", 10, 5000).revealed == []
 
 

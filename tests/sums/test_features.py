@@ -17,8 +17,9 @@ from oneround import acts, sums
 from oneround.data import Dataset, Images
 from oneround.errors import OneroundError, ProtocolError, RecipeError
 from oneround.models import initialise
+from oneround.models.dictionary import CONTRAST
 from oneround.models.leaves import dead_leaves
-from oneround.models.patches import CONTRAST, Patches
+from oneround.models.patches import Patches
 from oneround.protocol import Broadcast
 from oneround.reading import load, parse_part
 from oneround.runs import Plan
@@ -79,6 +80,24 @@ def test_patch_features_are_their_formula(digits: Dataset) -> None:
     assert found.std() > 0.1
 
 
+def test_the_second_layer_looks_at_the_first_ones_responses() -> None:
+    images = torch.rand(3, 1, 16, 16, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    part = Patches(size=64, patch=4, layers=2, maps=3)
+    constants = part.make((1, 16, 16), 1, None)
+    assert constants["deep.filters"].shape == (4, 6 * 9) and constants["filters"].shape == (4, 16)
+    built = part.build((1, 16, 16), constants)
+    seen, first = built(images), Patches(size=32, patch=4).build((1, 16, 16), constants)(images)
+    assert seen.shape == (3, 64) and torch.equal(seen[:, :32], first)
+    responses = torch.nn.functional.unfold(images, 4)
+    responses = responses / (responses.var(1, keepdim=True, correction=0) + CONTRAST).sqrt()
+    responses = constants["maps.filters"] @ responses - constants["maps.offsets"][:, None]
+    signs = torch.cat([responses, -responses], 1).reshape(3, 6, 13, 13)
+    maps = (signs - 0.25).relu()[:, :, :12, :12].reshape(3, 6, 6, 2, 6, 2).mean((3, 5)).sqrt()
+    deep = {name.removeprefix("deep."): value for name, value in constants.items() if name.startswith("deep.")}
+    wanted = Patches(size=32, patch=3).build((6, 6, 6), deep)(maps)
+    assert torch.allclose(seen[:, 32:], wanted, atol=1e-4) and float(wanted.std()) > 0.01
+
+
 def test_symmetric_features_do_not_know_left_from_right(digits: Dataset) -> None:
     images = (digits.test.pixels[:20].float() / 255 - 0.5) / 0.5
     for mirror, equal in (("features", True), ("none", False)):
@@ -108,7 +127,10 @@ def test_a_site_that_builds_other_features_says_so(broadcast: Broadcast, digits:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"size": 100}, "sums.features.size = 100: must be a multiple of 2·grid² = 8; 96 would do"),
+        (
+            {"size": 100},
+            "sums.features.size = 100: must be a multiple of 2·grid² = 8, at least one for each layer; 96 would do",
+        ),
         (
             {"patch": 8},
             "sums.features.patch = 8: leaves 1 windows across an image of 8×8, fewer than grid = 2; take 7 or less",

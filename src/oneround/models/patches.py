@@ -1,16 +1,14 @@
 """Responses to a dictionary of whitened patches, pooled over a grid (Coates and Ng, 2011), from a seed and no real data.
 
-Patches are cut from dead leaves (or from public images), contrast-normalised and whitened; some of them are the dictionary.
-An image is looked at through every patch-sized window, normalised and whitened alike: a response r of a window to a
-dictionary entry gives max(0, r − threshold) and max(0, −r − threshold), averaged over the cells of a grid; then the root.
-A second layer does the same to the map of the first layer's responses.
+Patches are cut from dead leaves (or from public images). An image is looked at through every patch-sized window, normalised and
+whitened like them: a response r of a window to a dictionary entry gives max(0, r − threshold) and max(0, −r − threshold),
+averaged over the cells of a grid; then the root. With two layers half of the features come from the same done again to a map of
+a few such responses at half the resolution.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import numpy as np
@@ -21,15 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from oneround.errors import RecipeError
+from oneround.models.dictionary import CONTRAST, dictionary, one_thread
 from oneround.models.features import Constants, Features, FeaturesPart, Shape, features
 from oneround.models.leaves import dead_leaves
 from oneround.recipe import NotNegative, Positive
 from oneround.seeds import derive
 
-CONTRAST = 6e-4  # added to a window's variance (images in −1…1), so that flat windows stay flat
-SAMPLED = 50_000  # windows that whitening is measured on
+WINDOWS, DEEP_WINDOWS = 50_000, 15_000  # that whitening is measured on
 LEAVES, LEAF_SIZE = 100, 64  # procedural images and their side
-GRID = 2.0**-16  # constants are rounded to multiples of this, which hides the last bits in which machines differ
+DEEP_PATCH = 3  # side of a patch of the second layer
 
 
 @features.register("patches")
@@ -37,15 +35,18 @@ class Patches(FeaturesPart):
     """Pooled responses to a fixed dictionary of patches."""
 
     size: Annotated[int, Field(ge=2)] | None = None
-    """D, how many features, a multiple of 2·grid²; the upload grows as D²/2. Left out: 4800, or 800 for images of up to 16 pixels."""
+    """D, how many features, a multiple of 2·grid²; the upload grows as D²/2. Left out: 6400, or 800 for images of up to 16 pixels."""
     patch: Annotated[int, Field(ge=2, le=16)] | None = None
     """Side of a patch in pixels; left out: 6, or 4 for images of up to 16 pixels."""
     grid: Annotated[int, Field(ge=1, le=8)] = 2
     """The image is pooled over grid × grid cells."""
     threshold: NotNegative = 0.25
     """Responses below this count as none."""
-    whitening: Positive = 0.1
+    whitening: Positive = 0.3
     """Added to the variance of every direction before it is divided by, as a share of the mean variance."""
+    layers: Literal[1, 2] = 1
+    maps: Annotated[int, Field(ge=2, le=512)] = 32
+    """Entries of the dictionary whose responses the second layer looks at."""
     source: Literal["leaves", "public"] = "leaves"
     """What the patches are cut from: procedural images, or the server's public ones (then they travel in the broadcast)."""
 
@@ -59,15 +60,23 @@ class Patches(FeaturesPart):
 
     def settled(self, shape: Shape) -> Patches:
         small, cells = max(shape[1:]) <= 16, 2 * self.grid**2
-        size, patch = self.size or (800 if small else 4800) // cells * cells, self.patch or (4 if small else 6)
-        if size % cells:
-            near = max(cells, size // cells * cells)
-            raise RecipeError(f"sums.features.size = {size}: must be a multiple of 2·grid² = {cells}; {near} would do")
-        windows = min(shape[1:]) - patch + 1
-        if windows < self.grid:
+        size, patch = self.size or (800 if small else 6400) // cells * cells, self.patch or (4 if small else 6)
+        if size % cells or size // cells < self.layers:
+            near = max(cells * self.layers, size // cells * cells)
             raise RecipeError(
-                f"sums.features.patch = {patch}: leaves {max(windows, 0)} windows across an image of {shape[1]}×{shape[2]}, "
+                f"sums.features.size = {size}: must be a multiple of 2·grid² = {cells}, at least one for each layer; {near} would do"
+            )
+        short = min(shape[1:]) - patch + 1
+        if short < self.grid:
+            raise RecipeError(
+                f"sums.features.patch = {patch}: leaves {max(short, 0)} windows across an image of {shape[1]}×{shape[2]}, "
                 f"fewer than grid = {self.grid}; take {max(2, min(shape[1:]) + 1 - self.grid)} or less"
+            )
+        deep = short // 2 - DEEP_PATCH + 1
+        if self.layers == 2 and deep < self.grid:
+            raise RecipeError(
+                f"sums.features.layers = 2: leaves {max(deep, 0)} windows across the map of an image of {shape[1]}×{shape[2]}, "
+                f"fewer than grid = {self.grid}; take smaller patches or one layer"
             )
         return self.model_copy(update={"size": size, "patch": patch})
 
@@ -76,22 +85,46 @@ class Patches(FeaturesPart):
         assert size is not None
         return size
 
-    def make(self, shape: Shape, seed: int, public: Tensor | None) -> Constants:
-        size, patch = self.size_for(shape), self.settled(shape).patch
+    def _plan(self, shape: Shape) -> tuple[int, int, int]:
+        """Side of a patch, entries of the first layer's dictionary and of the second's."""
+        patch, entries = self.settled(shape).patch, self.size_for(shape) // (2 * self.grid**2)
         assert patch is not None
+        return patch, entries - entries // 2 * (self.layers - 1), entries // 2 * (self.layers - 1)
+
+    def make(self, shape: Shape, seed: int, public: Tensor | None) -> Constants:
+        patch, entries, deep = self._plan(shape)
         random = np.random.RandomState(derive(seed, "patches") % 2**32)
+        images: NDArray[np.float64]
         if self.source == "leaves":
             images = (dead_leaves(LEAVES, shape[0], LEAF_SIZE, derive(seed, "leaves") % 2**32) - 0.5) / 0.5
         else:
             assert public is not None, "the server holds public images"
             images = public.double().numpy()
         with one_thread():
-            return _dictionary(images, size // (2 * self.grid**2), patch, self.whitening, random)
+            made = dictionary(images, entries, patch, self.whitening, WINDOWS, random)
+            if not deep:
+                return made
+            first = dictionary(images, self.maps, patch, self.whitening, WINDOWS, random)
+            few = torch.from_numpy(images[:: max(1, len(images) // LEAVES)])
+            size = (shape[0], *images.shape[2:])
+            maps = PatchFeatures(first["filters"], first["offsets"], patch, 1, self.threshold, size).double().maps(few)
+            second = dictionary(maps.numpy(), deep, DEEP_PATCH, self.whitening, DEEP_WINDOWS, random)
+        named = {f"maps.{name}": value for name, value in first.items()}
+        return made | named | {f"deep.{name}": value for name, value in second.items()}
 
     def build(self, shape: Shape, constants: Constants) -> Features:
-        patch = self.settled(shape).patch
-        assert patch is not None
-        return PatchFeatures(constants["filters"], constants["offsets"], patch, self.grid, self.threshold, shape)
+        patch, _, deep = self._plan(shape)
+
+        def layer(prefix: str, patch: int, shape: Shape) -> PatchFeatures:
+            filters, offsets = constants[f"{prefix}filters"], constants[f"{prefix}offsets"]
+            return PatchFeatures(filters, offsets, patch, self.grid, self.threshold, shape)
+
+        first = layer("", patch, shape)
+        if not deep:
+            return first
+        maps = layer("maps.", patch, shape)
+        rows, columns = ((side - patch + 1) // 2 for side in shape[1:])
+        return TwoLayers(first, maps, layer("deep.", DEEP_PATCH, (2 * self.maps, rows, columns)))
 
 
 class PatchFeatures(Features):
@@ -105,7 +138,8 @@ class PatchFeatures(Features):
         super().__init__()
         self.patch, self.threshold = patch, threshold
         self.size = 2 * len(filters) * grid**2
-        rows, columns = (_cells(side - patch + 1, grid) for side in shape[1:])
+        self.windows = [side - patch + 1 for side in shape[1:]]
+        rows, columns = (_cells(windows, grid) for windows in self.windows)
         self.register_buffer("filters", filters)
         self.register_buffer("offsets", offsets)
         self.register_buffer("cells", torch.einsum("ia,jb->ijab", rows, columns).reshape(-1, grid**2))
@@ -117,14 +151,38 @@ class PatchFeatures(Features):
         )  # responses: what a core's cache holds, or a GPU fills
         return max(1, room // (len(self.filters) * len(self.cells)))
 
-    def forward(self, images: Tensor) -> Tensor:
+    def beyond(self, images: Tensor) -> Tensor:
+        """(n, entries, windows): responses, less the threshold, of either sign."""
         windows = F.unfold(images, self.patch)
         contrast = (windows.var(1, keepdim=True, correction=0) + CONTRAST).sqrt()
-        responses = self.filters @ (windows / contrast) - self.offsets[:, None]
-        beyond = F.softshrink(responses, self.threshold)
+        return F.softshrink(self.filters @ (windows / contrast) - self.offsets[:, None], self.threshold)
+
+    def forward(self, images: Tensor) -> Tensor:
+        beyond = self.beyond(images)
         above = beyond.relu() @ self.cells
         below = (above - beyond @ self.cells).clamp(min=0)
         return torch.cat([above, below], 1).flatten(1).sqrt()
+
+    def maps(self, images: Tensor) -> Tensor:
+        """(n, 2·entries, height/2, width/2): where the responses are, for a second layer to look at."""
+        beyond = self.beyond(images).unflatten(2, self.windows)
+        return F.avg_pool2d(torch.cat([beyond.relu(), (-beyond).relu()], 1), 2).sqrt()
+
+
+class TwoLayers(Features):
+    """One layer's features, and those of a second that looks at maps of the first's responses."""
+
+    def __init__(self, first: PatchFeatures, maps: PatchFeatures, second: PatchFeatures) -> None:
+        super().__init__()
+        self.first, self.maps, self.second = first, maps, second
+        self.size = first.size + second.size
+
+    @property
+    def at_once(self) -> int:
+        return self.first.at_once
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.cat([self.first(images), self.second(self.maps.maps(images))], 1)
 
 
 def _cells(windows: int, grid: int) -> Tensor:
@@ -134,54 +192,3 @@ def _cells(windows: int, grid: int) -> Tensor:
         low, high = cell * windows // grid, math.ceil((cell + 1) * windows / grid)
         weights[low:high, cell] = 1 / (high - low)
     return weights
-
-
-def _dictionary(
-    images: NDArray[np.float64], entries: int, patch: int, whitening: float, random: np.random.RandomState
-) -> Constants:
-    """Filters (entries, channels·patch²) that do whitening and dictionary in one product, and what to subtract afterwards."""
-    raw = torch.from_numpy(_cut(images, patch, max(SAMPLED, entries), random))
-    raw = raw - raw.mean(1, keepdim=True)
-    windows = raw / (raw.square().mean(1, keepdim=True) + CONTRAST).sqrt()
-    mean = windows.mean(0)
-    centred = windows - mean
-    variances, directions = torch.linalg.eigh(centred.T @ centred / len(centred))
-    whiten = directions / (variances + whitening * variances.mean()).sqrt() @ directions.T
-    white = centred @ whiten
-    lengths = white.norm(dim=1)
-    telling = torch.nonzero(lengths > lengths.quantile(0.2))[:, 0]  # the flattest windows show nothing
-    chosen = telling[torch.from_numpy(random.permutation(len(telling)))[torch.arange(entries) % len(telling)]]
-    filters = white[chosen] / lengths[chosen, None] @ whiten
-    offsets = filters @ mean
-    filters = filters - filters.mean(1, keepdim=True)  # a window's own mean is subtracted here
-    return {"filters": _rounded(filters), "offsets": _rounded(offsets)}
-
-
-def _cut(images: NDArray[np.float64], patch: int, number: int, random: np.random.RandomState) -> NDArray[np.float64]:
-    """(number, channels·patch²): windows from random places, laid out as `unfold` does."""
-    count, channels, height, width = images.shape
-    which = random.randint(0, count, number)
-    top, left = random.randint(0, height - patch + 1, number), random.randint(0, width - patch + 1, number)
-    side = np.arange(patch)
-    cut: NDArray[np.float64] = images[
-        which[:, None, None, None],
-        np.arange(channels)[None, :, None, None],
-        (top[:, None] + side)[:, None, :, None],
-        (left[:, None] + side)[:, None, None, :],
-    ]
-    return cut.reshape(number, -1)
-
-
-def _rounded(values: Tensor) -> Tensor:
-    return ((values / GRID).round() * GRID).float().contiguous()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Sums in one order, whatever the number of threads outside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
