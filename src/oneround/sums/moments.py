@@ -39,7 +39,7 @@ class Moments:
     def around(self, centre: Tensor) -> Moments:
         """The sums of φ − centre."""
         moved = self.total - self.samples * centre
-        gram = torch.addr(torch.addr(self.gram, self.total, centre, alpha=-1), centre, moved, alpha=-1)
+        gram = self.gram.clone().addr_(self.total, centre, alpha=-1).addr_(centre, moved, alpha=-1)
         return Moments(gram, torch.addr(self.cross, centre, self.counts, alpha=-1), moved, self.counts)
 
     def __add__(self, other: Moments) -> Moments:
@@ -97,8 +97,7 @@ def packed(moments: Moments, how: Sums) -> dict[str, Tensor]:
     elif dtype == torch.float32:
         sent["triangle"] = triangle_of(gram)
     else:
-        scale = diagonal.clamp(min=1e-30).sqrt()
-        sent |= {"triangle": triangle_of(gram / scale[:, None] / scale).to(dtype), "diagonal": diagonal.float()}
+        sent |= {"triangle": triangle_of(gram, dtype, _scale(diagonal)), "diagonal": diagonal.float()}
     return {name: value.cpu().contiguous() for name, value in {**sent, "total": moments.total}.items()}
 
 
@@ -111,7 +110,7 @@ def unpacked(sent: dict[str, Tensor], device: torch.device | str = "cpu") -> Mom
     else:
         gram = square_of(sent["triangle"].to(device), len(there["total"]))
         if "diagonal" in there:
-            scale = there["diagonal"].clamp(min=1e-30).sqrt()
+            scale = _scale(there["diagonal"])
             gram.mul_(scale).mul_(scale[:, None])
             gram.diagonal().copy_(there["diagonal"])
     nothing = torch.zeros_like(there["total"])
@@ -119,12 +118,19 @@ def unpacked(sent: dict[str, Tensor], device: torch.device | str = "cpu") -> Mom
     return Moments(gram, there["cross"], nothing, there["counts"]).around(back)
 
 
-def triangle_of(gram: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(D(D+1)/2,): the upper triangle, row by row; no index as large as the matrix is made."""
+def _scale(diagonal: Tensor) -> Tensor:
+    """(D,) to divide rows and columns by, so that the diagonal becomes 1."""
+    return diagonal.clamp(min=1e-30).sqrt()
+
+
+def triangle_of(gram: Tensor, dtype: torch.dtype = torch.float32, scale: Tensor | None = None) -> Tensor:
+    """(D(D+1)/2,): the upper triangle, row by row, divided by `scale` both ways; nothing as large as the matrix is made."""
     out = torch.empty(len(gram) * (len(gram) + 1) // 2, dtype=dtype, device=gram.device)
     at = 0
     for row in range(len(gram)):
-        out[at : at + len(gram) - row] = gram[row, row:]
+        out[at : at + len(gram) - row] = (
+            gram[row, row:] if scale is None else gram[row, row:] / scale[row] / scale[row:]
+        )
         at += len(gram) - row
     return out
 
