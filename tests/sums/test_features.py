@@ -19,7 +19,7 @@ from oneround.errors import OneroundError, ProtocolError, RecipeError
 from oneround.models import initialise
 from oneround.models.dictionary import CONTRAST
 from oneround.models.leaves import dead_leaves
-from oneround.models.patches import Patches
+from oneround.models.patches import DEEP_WEIGHT, Patches
 from oneround.protocol import Broadcast
 from oneround.reading import load, parse_part
 from oneround.runs import Plan
@@ -28,7 +28,7 @@ from oneround.site import Site
 DIGESTS = """
 def digests(threads):
     import hashlib, torch
-    from oneround.models.patches import Patches
+    from oneround.models.patches import DEEP_WEIGHT, Patches
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -95,7 +95,7 @@ def test_the_second_layer_looks_at_the_first_ones_responses() -> None:
     maps = (signs - 0.25).relu()[:, :, :12, :12].reshape(3, 6, 6, 2, 6, 2).mean((3, 5)).sqrt()
     deep = {name.removeprefix("deep."): value for name, value in constants.items() if name.startswith("deep.")}
     wanted = Patches(size=32, patch=3).build((6, 6, 6), deep)(maps)
-    assert torch.allclose(seen[:, 32:], wanted, atol=1e-4) and float(wanted.std()) > 0.01
+    assert torch.allclose(seen[:, 32:], DEEP_WEIGHT * wanted, atol=1e-4) and float(wanted.std()) > 0.01
 
 
 def test_symmetric_features_do_not_know_left_from_right(digits: Dataset) -> None:

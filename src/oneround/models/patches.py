@@ -28,6 +28,7 @@ from oneround.seeds import derive
 WINDOWS, DEEP_WINDOWS = 50_000, 15_000  # that whitening is measured on
 LEAVES, LEAF_SIZE = 100, 64  # procedural images and their side
 DEEP_PATCH = 3  # side of a patch of the second layer
+DEEP_WEIGHT = 0.25  # of its features: more, and the ridge leans on them where the first layer knows better
 
 
 @features.register("patches")
@@ -146,9 +147,8 @@ class PatchFeatures(Features):
 
     @property
     def at_once(self) -> int:
-        room = (
-            2**20 if self.filters.device.type == "cpu" else 2**27
-        )  # responses: what a core's cache holds, or a GPU fills
+        cores = torch.get_num_threads() * 2**20  # responses: what a core's cache holds, for each
+        room = cores if self.filters.device.type == "cpu" else 2**27
         return max(1, room // (len(self.filters) * len(self.cells)))
 
     def beyond(self, images: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class TwoLayers(Features):
         return self.first.at_once
 
     def forward(self, images: Tensor) -> Tensor:
-        return torch.cat([self.first(images), self.second(self.maps.maps(images))], 1)
+        return torch.cat([self.first(images), DEEP_WEIGHT * self.second(self.maps.maps(images))], 1)
 
 
 def _cells(windows: int, grid: int) -> Tensor:
