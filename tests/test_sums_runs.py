@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from oneround import acts
+from oneround import acts, sums
 from oneround.cli.options import app
 from oneround.compare import compare, find_runs, rounds_sheet
 from oneround.data import Dataset
@@ -157,6 +157,24 @@ def test_recipes_that_cannot_be_run(changes: dict[str, object], said: str) -> No
         load("ridge", changes.items())
     with pytest.raises(RecipeError, match="fusion: ridge needs sums of fixed features"):
         load("fafi", [("fusion", ["ridge"])])
+
+
+def test_sums_are_kept_between_snapshots(digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = [("model.encoder", {"kind": "cnn", "width": 4}), ("training.epochs", 3), ("training.batch_size", 64)]
+    broadcast = Plan.of(load("routed", [SMALL[0], *small]), digits).prepare()
+    site = Site("site", digits.train.take(np.arange(80)), tmp_path)
+    first = acts.train(broadcast, site, until=1)
+
+    def again(*_: object, **__: object) -> None:
+        raise AssertionError("summed again")
+
+    monkeypatch.setattr(sums, "gather", again)
+    second = acts.train(broadcast, site, until=2)
+    assert all(torch.equal(second.sums[name], value) for name, value in first.sums.items()) and second.epoch == 2
+    (kept,) = tmp_path.glob("sums/*")
+    kept.write_bytes(kept.read_bytes()[:-9])
+    with pytest.raises(AssertionError, match="summed again"):
+        acts.train(broadcast, site)
 
 
 def test_the_whole_study_has_the_pooled_ridge_as_its_bound(digits: Dataset, tmp_path: Path) -> None:

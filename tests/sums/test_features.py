@@ -42,6 +42,11 @@ def digests(threads):
 """
 
 
+@pytest.fixture(scope="module")
+def broadcast(digits: Dataset) -> Broadcast:
+    return sent(digits)
+
+
 def test_features_are_bit_equal_across_processes_and_thread_counts() -> None:
     other = subprocess.Popen(
         [sys.executable, "-c", f"{DIGESTS}\nprint(*digests(2))"], stdout=subprocess.PIPE, text=True

@@ -17,6 +17,7 @@ from torch import Tensor
 from oneround import acts, sums
 from oneround.data import Dataset, Images
 from oneround.errors import ProtocolError
+from oneround.fusion import rules
 from oneround.fusion.ridge import added
 from oneround.models.features import Features
 from oneround.protocol import Broadcast, GlobalModel, Upload
@@ -26,6 +27,11 @@ from oneround.sums import Moments, gather, packed, solve, unpacked
 from oneround.sums.gather import ROWS
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def broadcast(digits: Dataset) -> Broadcast:
+    return sent(digits)
 
 
 def upload_of(broadcast: Broadcast, data: Dataset, name: str, index: np.ndarray) -> Upload:
@@ -163,6 +169,23 @@ def test_smaller_uploads_stay_close(
     upload = upload_of(told, digits, "site", np.arange(400))
     assert {name: (tuple(value.shape), value.dtype) for name, value in upload.sums.items()} == told.sums
     assert Upload.unpack(upload.pack(), told, {}).content == upload.content
+
+
+def test_priors_and_mirrored_answers(broadcast: Broadcast, digits: Dataset) -> None:
+    held = np.concatenate([np.flatnonzero(digits.train.labels == label)[: 20 * label] for label in range(10)])
+    uploads = [upload_of(broadcast, digits, "site", held)]
+
+    def scores(images: Tensor, **options: object) -> Tensor:
+        with torch.no_grad():
+            return acts.fuse(uploads, broadcast, rule=rules.parse({"kind": "ridge", **options}))(images)
+
+    images = digits.test.pixels[:30].float() / 255
+    raised = scores(images, priors="uniform") - scores(images)
+    wanted = -torch.tensor([180.0, 20, 40, 60, 80, 100, 120, 140, 160, 180]).log()  # nobody holds a 0
+    assert torch.allclose(raised, wanted.expand(30, 10), atol=1e-3)
+    both = (scores(images) + scores(images.flip(3))) / 2
+    assert torch.allclose(scores(images, mirrored=True), both, atol=1e-3)
+    assert float((both - scores(images)).abs().max()) > 0.1
 
 
 def test_mirrored_copies_count_as_images(digits: Dataset) -> None:

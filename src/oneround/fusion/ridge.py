@@ -50,7 +50,7 @@ class Ridge(Rule):
         sharpness = 1 / max(solution.noise, 1e-6)
         bias = solution.bias * sharpness
         if self.priors == "uniform":
-            bias = bias - counts.clamp(min=1).log()
+            bias = bias - torch.where(counts > 0, counts, counts.max()).log()  # a class nobody holds is not raised
         constants = constants_of(broadcast.recipe, broadcast.shape, broadcast.extras)
         features = features_of(broadcast.recipe, broadcast.shape, constants)
         solved = {"centre": solution.centre, "weights": solution.weights * sharpness, "bias": bias}
