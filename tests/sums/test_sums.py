@@ -172,7 +172,7 @@ def test_smaller_uploads_stay_close(
 
 
 def test_priors_and_mirrored_answers(broadcast: Broadcast, digits: Dataset) -> None:
-    held = np.concatenate([np.flatnonzero(digits.train.labels == label)[: 20 * label] for label in range(10)])
+    held = np.concatenate([np.flatnonzero(digits.train.labels == label)[: 14 * label] for label in range(10)])
     uploads = [upload_of(broadcast, digits, "site", held)]
 
     def scores(images: Tensor, **options: object) -> Tensor:
@@ -181,7 +181,7 @@ def test_priors_and_mirrored_answers(broadcast: Broadcast, digits: Dataset) -> N
 
     images = digits.test.pixels[:30].float() / 255
     raised = scores(images, priors="uniform") - scores(images)
-    wanted = -torch.tensor([180.0, 20, 40, 60, 80, 100, 120, 140, 160, 180]).log()  # nobody holds a 0
+    wanted = -torch.tensor([126.0, 14, 28, 42, 56, 70, 84, 98, 112, 126]).log()  # nobody holds a 0
     assert torch.allclose(raised, wanted.expand(30, 10), atol=1e-3)
     both = (scores(images) + scores(images.flip(3))) / 2
     assert torch.allclose(scores(images, mirrored=True), both, atol=1e-3)
