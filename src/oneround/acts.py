@@ -107,8 +107,9 @@ def traffic(recipe: Federated, classes: int, shape: tuple[int, int, int], public
     """For a task of that many classes and images of that shape, with so many public images at the server."""
     asked = Broadcast(recipe, ("",) * classes, shape, {}).sums
     summed = sums_bytes(asked)
+    carried = features.of(recipe.sums.features).bytes_down(shape) if recipe.sums else 0
     if not recipe.trains:
-        return Traffic(sum(int(torch.Size(shape).numel()) for shape, _ in asked.values()), 0, summed)
+        return Traffic(sum(int(torch.Size(each).numel()) for each, _ in asked.values()), carried, summed)
     assert recipe.model.encoder is not None, "settle the recipe first"
     with torch.device("meta"):
         net = build(recipe.model.encoder, shape[0], classes)
@@ -118,7 +119,7 @@ def traffic(recipe: Federated, classes: int, shape: tuple[int, int, int], public
         extras += min(recipe.bank.size, public) * (4 * width + 8)
     statistics = asked_by(rules_of(recipe), classes, width).values()
     up = network + 4 * sum(int(torch.Size(shape).numel()) for shape in statistics) + summed
-    return Traffic(net.size, network + extras, up)
+    return Traffic(net.size, network + extras + carried, up)
 
 
 def train(broadcast: Broadcast, site: Site, until: int | None = None, emit: Emit = silent) -> Upload:

@@ -99,15 +99,18 @@ class Method:
             "start": self.recipe.trains,
             "anchors": self.recipe.alignment,
             "feature bank": self.recipe.bank,
-            "the seed of the features": self.recipe.sums,
+            "features or their seed": self.recipe.sums,
         }
         return ", ".join(word for word, given in there.items() if given)
 
     def _returned(self) -> str:
-        network = ["network", "class counts", "statistics of the fusion rules"] if self.recipe.trains else []
-        return ", ".join(
-            network + (["sums of fixed features", "class counts"] if self.recipe.sums else [])[: 2 - self.recipe.trains]
-        )
+        there = {
+            "network": self.recipe.trains,
+            "sums of fixed features": self.recipe.sums,
+            "class counts": True,
+            "statistics of the fusion rules": self.recipe.trains,
+        }
+        return ", ".join(word for word, given in there.items() if given)
 
 
 def describe(name: str, model: str, classes: int, public: int) -> Method:

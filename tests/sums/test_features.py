@@ -155,6 +155,7 @@ def test_patches_of_public_images_travel_in_the_broadcast(digits: Dataset) -> No
     recipe = load("ridge", [("sums.features", public), ("public", 0.1)])
     told = Plan.of(recipe, digits).prepare()
     assert told.extras["features.filters"].shape == (12, 16)
+    assert Plan.of(recipe, digits).traffic.down == told.size
     own = acts.train(told, Site("site", digits.train.take(torch.arange(300))))
     assert acts.fuse([own], told).predict(digits.test.pixels).argmax(1).eq(digits.test.labels).float().mean() > 0.7
 
@@ -169,6 +170,7 @@ def test_a_frozen_encoder_is_read_at_the_server_and_sent(digits: Dataset, tmp_pa
     site = Site("site", digits.train.take(torch.arange(400)))
     upload = acts.train(Broadcast.unpack(told.pack()), site)
     assert upload.sums["total"].shape == (32,) and not upload.weights
+    assert acts.traffic(told.recipe, 10, told.shape, 0).down == told.size
     images = (digits.test.pixels[:1].float() / 255 - 0.5) / 0.5
     lone = acts.train(told, Site("one", Images(digits.test.pixels[:1], digits.test.labels[:1])))
     with torch.no_grad():

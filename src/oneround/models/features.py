@@ -64,6 +64,10 @@ class FeaturesPart(Part):
         """How many features an image of that shape has."""
         raise NotImplementedError
 
+    def bytes_down(self, shape: Shape) -> int:
+        """Bytes of the constants a broadcast carries."""
+        return 0
+
     def make(self, shape: Shape, seed: int, public: Tensor | None) -> Constants:
         """The constants; `public` are normalised images of the server's, for parts that look at some."""
         raise NotImplementedError
@@ -118,6 +122,11 @@ class FrozenEncoder(FeaturesPart):
     def size_for(self, shape: Shape) -> int:
         with torch.device("meta"):
             return encoders.of(self.encoder).build(shape[0]).features
+
+    def bytes_down(self, shape: Shape) -> int:
+        with torch.device("meta"):
+            held = encoders.of(self.encoder).build(shape[0]).state_dict().values()
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def make(self, shape: Shape, seed: int, public: Tensor | None) -> Constants:
         raise RecipeError(

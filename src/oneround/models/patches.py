@@ -92,6 +92,11 @@ class Patches(FeaturesPart):
         assert patch is not None
         return patch, entries - entries // 2 * (self.layers - 1), entries // 2 * (self.layers - 1)
 
+    def bytes_down(self, shape: Shape) -> int:
+        patch, entries, deep = self._plan(shape)
+        numbers = (entries + (self.maps if deep else 0)) * (shape[0] * patch**2 + 1)
+        return 0 if self.from_seed else 4 * (numbers + deep * (2 * self.maps * DEEP_PATCH**2 + 1))
+
     def make(self, shape: Shape, seed: int, public: Tensor | None) -> Constants:
         patch, entries, deep = self._plan(shape)
         random = np.random.RandomState(derive(seed, "patches") % 2**32)
