@@ -1,5 +1,5 @@
 """What only a GPU can show: repeats are bit-equal when asked, recording a step changes nothing, a part that cannot be
-recorded still trains, a CPU and a GPU agree, and a batch that does not fit is answered with one that does.
+recorded still trains, a CPU and a GPU agree on training, fixed features and ridges, and a batch that does not fit is answered with one that does.
 
     python benchmarks/gpu_checks.py
 """
@@ -17,6 +17,7 @@ from oneround import acts
 from oneround.data import dataset_from_arrays
 from oneround.errors import RunError
 from oneround.learning import Batch, Term, terms
+from oneround.models.patches import Patches
 from oneround.protocol import Broadcast, Upload
 from oneround.reading import change, load
 from oneround.recipe import Local
@@ -87,6 +88,28 @@ def fused_error(shape: tuple[int, int, int, int], *, add: bool, relu: bool) -> f
     return max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
 
 
+def features_apart(layers: int = 2) -> float:
+    """Largest difference of a feature between the devices, over one and two layers."""
+    part = Patches(size=800, layers=layers)
+    built = part.build(data.shape, part.make(data.shape, 1, None))
+    seen = (data.test.pixels.float() / 255 - 0.5) / 0.5
+    with torch.inference_mode():
+        return float((built(seen) - built.cuda()(seen.cuda()).cpu()).abs().max())
+
+
+def ridges_apart() -> float:
+    """Largest difference of a score between a ridge summed and solved on the CPU and one on the GPU."""
+    recipe = acts.settle(load("ridge", [("sums.features", {"kind": "patches", "size": 800})]), data)
+    sent = acts.prepare(recipe, data.class_names, data.shape)
+    scores = []
+    for device in ("cpu", "cuda"):
+        site = Site("site", data.train, local=Local(device=device))
+        model = acts.fuse([acts.train(sent, site)], sent, site).to(device)
+        with torch.inference_mode():
+            scores.append(model((data.test.pixels.float() / 255).to(device)).cpu())
+    return float((scores[0] - scores[1]).abs().max())
+
+
 def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__)
     for shape in ((1024, 64, 32, 32), (1024, 512, 4, 4), (6, 96, 7, 7), (2, 16, 1, 1)):
@@ -117,6 +140,9 @@ def main() -> None:
     check("a CPU and a GPU agree after two steps", difference(*both) < 5e-3, difference(*both))
     odd = broadcast(objective__terms={**load("fafi").plain()["objective"]["terms"], "impatient": {}})
     check("a part that cannot be recorded still trains", difference(train(odd, deterministic=True), exact) < 1e-2, "")
+
+    check("fixed features on a CPU and a GPU", (apart := features_apart()) < 1e-3, f"largest difference {apart:.1e}")
+    check("ridge scores from a CPU and from a GPU", (apart := ridges_apart()) < 1e-2, f"largest difference {apart:.1e}")
 
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory

@@ -52,10 +52,11 @@ def labelled(labels: Any, classes: int | None = None, groups: Any = None) -> Dat
 
 @pytest.fixture(scope="session")
 def federation(digits: Dataset) -> tuple[Recipe, Broadcast, list[Upload]]:
-    """A trained federation of three clients on digits, with every built-in rule's statistics."""
+    """A trained federation of three clients on digits, with sums and every built-in rule's statistics."""
     first = [part.kind for part in small_recipe().fusion]
     fusion = [*first, *sorted(set(NETWORK_RULES) - set(first))]
-    given = small_recipe(partition__clients=3, partition__alpha=0.3, training__epochs=2, fusion=fusion)
+    sums = {"features": {"kind": "patches", "size": 96, "patch": 4}}
+    given = small_recipe(partition__clients=3, partition__alpha=0.3, training__epochs=2, fusion=fusion, sums=sums)
     recipe = acts.settle(given, digits)
     split = partitions.of(recipe.partition).split(digits, 1)
     broadcast = acts.prepare(recipe, digits.class_names, digits.shape)

@@ -7,6 +7,7 @@ model = fuse(uploads, broadcast)
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,18 +16,20 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from oneround import sums
 from oneround.data import Dataset
-from oneround.errors import ProtocolError, RunError
+from oneround.errors import ProtocolError, RecipeError, RunError
 from oneround.fusion import Rule, rules
-from oneround.learning import Emit, Learner, silent
+from oneround.learning import Emit, Learner, silent, summing
 from oneround.learning.anchors import anchors
 from oneround.learning.bank import make_bank, unit_features
 from oneround.learning.reference import make_reference
 from oneround.models import PrototypeNet, initialise
-from oneround.models.prototype import build
+from oneround.models.features import FrozenEncoder, features
+from oneround.models.prototype import build, on_cpu
 from oneround.protocol import Broadcast, GlobalModel, Upload
 from oneround.protocol.encoding import as_received, as_sent, bytes_of, layout_of
-from oneround.protocol.messages import Shapes, size_of
+from oneround.protocol.messages import Shapes, size_of, sums_bytes
 from oneround.protocol.model import preprocessing
 from oneround.protocol.reveal import told_counts, told_history
 from oneround.reading import change
@@ -35,9 +38,15 @@ from oneround.site import Site
 
 
 def settle(recipe: Recipe, data: Dataset) -> Recipe:
-    """The recipe with what depends on the data filled in: the encoder, and whether views may be mirrored."""
+    """The recipe with what depends on the data filled in: the encoder, whether images may be mirrored; one pass for sums alone."""
     changes: dict[str, object] = {}
-    if recipe.model.encoder is None:
+    if recipe.sums is not None:
+        changes["sums.features"] = features.of(recipe.sums.features).settled(data.shape).dump()
+        if recipe.sums.mirror is None:
+            changes["sums.mirror"] = "features" if data.mirror else "none"
+    if not recipe.trains:
+        changes["training.epochs"] = 1
+    elif recipe.model.encoder is None:
         changes["model.encoder"] = "cnn" if max(data.shape[1:]) <= 16 else "resnet18"
     if recipe.training.augment.flip is None:
         changes["training.augment.flip"] = 0.5 if data.mirror else 0.0
@@ -52,12 +61,14 @@ def prepare(
     emit: Emit = silent,
 ) -> Broadcast:
     """Server: what every site starts from. `server` holds the public images, for recipes that need some."""
+    extras = _features(recipe, shape, server) if recipe.sums is not None else {}
+    if not recipe.trains:
+        return Broadcast(recipe.federated, class_names, shape, {}, extras)
     assert recipe.model.encoder is not None, "settle the recipe first"
     net = initialise(recipe.model.encoder, shape[0], len(class_names), recipe.seeds.initialisation)
     if recipe.local.initial_weights:
-        _start_from(recipe.local.initial_weights, net)
+        _start_from(recipe.local.initial_weights, net, "initial_weights")
     broadcast = Broadcast(recipe.federated, class_names, shape, net.weights())
-    extras: dict[str, Tensor] = {}
     if recipe.alignment is not None:
         maker = anchors.of(recipe.alignment.anchors)
         extras["anchors"] = maker.make(len(class_names), net.encoder.features, recipe.seeds.initialisation)
@@ -67,35 +78,60 @@ def prepare(
     return replace(broadcast, extras=extras)
 
 
+def _features(recipe: Recipe, shape: tuple[int, int, int], server: Site | None) -> dict[str, Tensor]:
+    """What the broadcast says of the fixed features; those that a site cannot build itself are made here."""
+    assert recipe.sums is not None
+    part, seed = features.of(recipe.sums.features), recipe.seeds.initialisation
+    if isinstance(part, FrozenEncoder) and recipe.local.frozen_encoder is not None:
+        net = initialise(part.encoder, shape[0], 2, seed)
+        _start_from(recipe.local.frozen_encoder, net, "frozen_encoder")
+        return sums.announce(part, {name: on_cpu(value) for name, value in net.encoder.state_dict().items()})
+    public = None
+    if part.needs_public:
+        if server is None or server.data is None or len(server.data) == 0:
+            raise RecipeError("sums.features: the server has no public images to cut patches from; set public")
+        mean, std = preprocessing(recipe)
+        public = (server.data.pixels.float() / 255 - mean) / std
+    return sums.announce(part, part.make(shape, seed, public))
+
+
 @dataclass(frozen=True)
 class Traffic:
     """What crosses the network for one client, known before anything is trained."""
 
     parameters: int
+    """Numbers in the network; in the sums where no network is trained."""
     down: int
     """Bytes"""
     up: int
 
 
-def traffic(recipe: Federated, classes: int, channels: int, public: int) -> Traffic:
-    """For a task of that many classes and channels, with so many public images at the server."""
+def traffic(recipe: Federated, classes: int, shape: tuple[int, int, int], public: int) -> Traffic:
+    """For a task of that many classes and images of that shape, with so many public images at the server."""
+    asked = Broadcast(recipe, ("",) * classes, shape, {}).sums
+    summed = sums_bytes(asked)
+    carried = features.of(recipe.sums.features).bytes_down(shape) if recipe.sums else 0
+    if not recipe.trains:
+        return Traffic(sum(int(torch.Size(each).numel()) for each, _ in asked.values()), carried, summed)
     assert recipe.model.encoder is not None, "settle the recipe first"
     with torch.device("meta"):
-        net = build(recipe.model.encoder, channels, classes)
-    network, features = size_of(net.state_dict()), net.encoder.features
-    extras = 4 * classes * features if recipe.alignment else 0
+        net = build(recipe.model.encoder, shape[0], classes)
+    network, width = size_of(net.state_dict()), net.encoder.features
+    extras = 4 * classes * width if recipe.alignment else 0
     if recipe.bank is not None:
-        extras += min(recipe.bank.size, public) * (4 * features + 8)
+        extras += min(recipe.bank.size, public) * (4 * width + 8)
     if recipe.reference is not None:
         size = recipe.reference.size
-        extras += (min(size, public) if recipe.reference.source == "public" else size) * 4 * features
-    asked = {name: (shape, torch.float32) for name, shape in asked_by(rules_of(recipe), classes, features).items()}
-    up = bytes_of(as_sent(layout_of(net.state_dict()) | asked, recipe.upload.encoding))
-    return Traffic(net.size, network + extras, up)
+        extras += (min(size, public) if recipe.reference.source == "public" else size) * 4 * width
+    statistics = {name: (shape, torch.float32) for name, shape in asked_by(rules_of(recipe), classes, width).items()}
+    up = bytes_of(as_sent(layout_of(net.state_dict()) | statistics, recipe.upload.encoding)) + summed
+    return Traffic(net.size, network + extras + carried, up)
 
 
 def train(broadcast: Broadcast, site: Site, until: int | None = None, emit: Emit = silent) -> Upload:
     """Site: train on its own data (to the end, or to the end of epoch `until`), resuming what its folder holds."""
+    if not broadcast.recipe.trains:
+        return _sum_only(broadcast, site, emit)
     with site.arithmetic(sum(tensor.numel() for tensor in broadcast.weights.values())):
         learner = Learner(broadcast, site, emit)
         learner.train(broadcast.recipe.training.epochs if until is None else until)
@@ -109,10 +145,28 @@ def train(broadcast: Broadcast, site: Site, until: int | None = None, emit: Emit
             class_counts=told_counts(learner.counts.cpu(), recipe.reveal),
             weights=as_received(learner.net.weights(), encoding),
             statistics=as_received(_measure(learner, broadcast), encoding),
+            sums=summing.of_site(broadcast, site),
             history=told_history(learner.history, recipe.reveal),
             stopped=learner.stopped or "",
             encoding=encoding,
         )
+
+
+def _sum_only(broadcast: Broadcast, site: Site, emit: Emit) -> Upload:
+    """Where no network is trained: one pass over the site's images."""
+    if site.data is None or len(site.data) == 0:
+        raise RunError(f"{site.name}: no data to sum over")
+    started, counts = time.monotonic(), site.data.class_counts(broadcast.classes)
+    steps = sums.steps_of(len(site.data))
+
+    def told(done: int) -> None:
+        emit({"event": "steps", "client": site.name, "epoch": 1, "done": done, "of": steps})
+
+    with site.arithmetic(sum(int(torch.Size(shape).numel()) for shape, _ in broadcast.sums.values())):
+        found = summing.of_site(broadcast, site, told)
+    seen = {"epoch": 1, "steps": steps, "classes_seen": int((counts > 0).sum()), "seconds": time.monotonic() - started}
+    emit({"event": "epoch", "client": site.name, **seen})
+    return Upload(site.name, broadcast.digest, 1, counts, {}, sums=found, history=[seen])
 
 
 def fuse(
@@ -133,7 +187,18 @@ def rules_of(recipe: Federated) -> list[Rule]:
 
 def statistics_of(broadcast: Broadcast) -> Shapes:
     """Names and shapes of the statistics the recipe's rules ask every client for."""
+    if not broadcast.weights:
+        return {}
     return asked_by(rules_of(broadcast.recipe), *broadcast.weights["prototypes"].shape)
+
+
+def lacking(rule: Rule, broadcast: Broadcast) -> list[str]:
+    """What this rule needs that uploads to this broadcast do not carry."""
+    if rule.needs_network and not broadcast.weights:
+        return ["networks"]
+    lacks = ["sums of fixed features"] if rule.needs_sums and not broadcast.sums else []
+    wanted = rule.statistics(*broadcast.weights["prototypes"].shape) if broadcast.weights else {}
+    return lacks + sorted(wanted.keys() - statistics_of(broadcast).keys())
 
 
 def asked_by(chosen: Sequence[Rule], classes: int, features: int) -> Shapes:
@@ -161,12 +226,12 @@ def _measure(learner: Learner, broadcast: Broadcast) -> dict[str, Tensor]:
     return {name: value.float().cpu().contiguous() for name, value in measured.items()}
 
 
-def _start_from(path: Path, net: PrototypeNet) -> None:
+def _start_from(path: Path, net: PrototypeNet, key: str) -> None:
     """Fill the network from a safetensors file: a whole network, or an encoder alone (with or without `encoder.`)."""
     try:
         given = safetensors.torch.load(path.read_bytes())
     except Exception as error:  # the library raises several kinds
-        raise ProtocolError(f"local.initial_weights = {path}: not a readable safetensors file ({error})") from None
+        raise ProtocolError(f"local.{key} = {path}: not a readable safetensors file ({error})") from None
     given = {
         name.removeprefix("weights."): value for name, value in given.items() if not name.startswith("statistics.")
     }
@@ -176,12 +241,12 @@ def _start_from(path: Path, net: PrototypeNet) -> None:
     for name in sorted(given.keys() | {name for name in wanted if name != "prototypes"}):
         if name not in given or name not in wanted:
             raise ProtocolError(
-                f"local.initial_weights = {path}: tensor {name} is {'missing' if name in wanted else 'not part of this encoder'}"
+                f"local.{key} = {path}: tensor {name} is {'missing' if name in wanted else 'not part of this encoder'}"
             )
         if given[name].shape != wanted[name].shape:
             raise ProtocolError(
-                f"local.initial_weights = {path}: {name} is {tuple(given[name].shape)}, this encoder has {tuple(wanted[name].shape)}"
+                f"local.{key} = {path}: {name} is {tuple(given[name].shape)}, this encoder has {tuple(wanted[name].shape)}"
             )
         if given[name].is_floating_point() and not torch.isfinite(given[name]).all():
-            raise ProtocolError(f"local.initial_weights = {path}: {name} holds values that are not finite")
+            raise ProtocolError(f"local.{key} = {path}: {name} holds values that are not finite")
     net.load_state_dict(given, strict=False)

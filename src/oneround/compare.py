@@ -16,6 +16,7 @@ from oneround.observe.statistics import Comparison, Summary, compared, paired
 from oneround.reading import load, presets
 
 SETTING = ("data.", "partition.", "model.", "public", "validation", "label_noise", "training.epochs")
+OF_NETWORK = ("model.", "training.epochs")  # without meaning where none is trained
 ASIDE = ("seeds.", "fusion", "snapshots", "method", "trace.")
 
 
@@ -79,11 +80,7 @@ def compare(
 
     `rule`: one rule, `all`, or each method's first; `common`: use only partitions that all methods have; `only`: these methods.
     """
-    settings = _varying(runs, lambda key: key.startswith(SETTING))
-    grouped: dict[str, list[Run]] = {}
-    for run in runs:
-        grouped.setdefault(_words(run, settings), []).append(run)
-    entries = {setting: _entries(members, rule) for setting, members in grouped.items()}
+    entries = {setting: _entries(members, rule) for setting, members in _by_setting(runs).items()}
     if only:
         entries = _chosen(entries, only)
     if baseline is not None and not any(_find_baseline(each, baseline) for each in entries.values()):
@@ -109,6 +106,23 @@ def _chosen(entries: Mapping[str, list[Entry]], only: Sequence[str]) -> dict[str
         for setting, each in entries.items()
     }
     return {setting: each for setting, each in kept.items() if each}
+
+
+def _by_setting(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs on the same setting; one without a network is the same for every encoder and length and joins all it fits."""
+    trained = [run for run in runs if run.trains]
+    shared = [key for key in _varying(runs, lambda key: key.startswith(SETTING)) if not key.startswith(OF_NETWORK)]
+    settings = shared + _varying(trained, lambda key: key.startswith(OF_NETWORK))
+    grouped: dict[str, list[Run]] = {}
+    for run in trained:
+        grouped.setdefault(_words(run, settings), []).append(run)
+    fitting = {name: _words(members[0], shared) for name, members in grouped.items()}
+    for run in runs:
+        if not run.trains:
+            here = _words(run, shared)
+            for name in [name for name, its in fitting.items() if its == here] or [here]:
+                grouped.setdefault(name, []).append(run)
+    return grouped
 
 
 def _group(setting: str, entries: Sequence[Entry], base: Entry, common: bool) -> Group:

@@ -14,6 +14,8 @@ from oneround.observe.words import size_in_words
 from oneround.reading import change, load, presets
 from oneround.recipe import Noise, Recipe
 
+SECURE = "secure aggregation hides each client's sums: the server sees only their total over all clients, which is all it needs"
+
 
 @dataclass(frozen=True)
 class Method:
@@ -63,7 +65,7 @@ class Method:
     def reveals(self) -> list[str]:
         """What a site's upload tells of its data."""
         counts = self.recipe.reveal.class_counts
-        told = ["what its network learned"]
+        told = ["what its network learned"] if self.recipe.trains else []
         if isinstance(counts, Noise):
             told.append(f"class counts with Laplace noise (ε = {counts.epsilon:g}), the loss of every epoch")
         else:
@@ -88,8 +90,13 @@ class Method:
             f"{self.name}{f' ({self.alias})' if self.alias else ''}: {self.idea}",
             "",
             *([f"  {self.about['formula']}", ""] if "formula" in self.about else []),
-            f"  network: {self.down} down (start{self._extras()}), {self.up} up (network, class counts, statistics of the fusion rules; {self.recipe.upload.encoding}), once",
+            f"  network: {self.down} down ({self._sent()}), {self.up} up ({self._returned()}; {self.recipe.upload.encoding}), once",
             f"  a site reveals: {'; '.join(self.reveals)}",
+            *(
+                [f"  {SECURE}" + ("; networks and class counts stay visible" if self.recipe.trains else "")]
+                if self.recipe.sums
+                else []
+            ),
             f"  also needs: {', '.join(self.needs) or 'nothing'}",
             f"  run it: oneround run {self.alias or self.name} --data cifar10 --clients 5 --alpha 0.05",
             "",
@@ -97,18 +104,28 @@ class Method:
             *(f"    {line}" for line in yaml.safe_dump(differs, sort_keys=False, allow_unicode=True).splitlines()),
         ]
 
-    def _extras(self) -> str:
-        extras = [
-            word
-            for word, there in (
-                ("anchors", self.recipe.alignment), ("feature bank", self.recipe.bank), ("reference features", self.recipe.reference)
-            )
-            if there
-        ]  # fmt: skip
-        return "".join(f", {word}" for word in extras)
+    def _sent(self) -> str:
+        there = {
+            "start": self.recipe.trains,
+            "anchors": self.recipe.alignment,
+            "feature bank": self.recipe.bank,
+            "reference features": self.recipe.reference,
+            "features or their seed": self.recipe.sums,
+        }
+        return ", ".join(word for word, given in there.items() if given)
+
+    def _returned(self) -> str:
+        there = {
+            "network": self.recipe.trains,
+            "sums of fixed features": self.recipe.sums,
+            "class counts": True,
+            "statistics of the fusion rules": self.recipe.trains,
+        }
+        return ", ".join(word for word, given in there.items() if given)
 
 
 def describe(name: str, model: str, classes: int, public: int, overrides: Iterable[tuple[str, Any]] = ()) -> Method:
     """A preset by name or alias, with bytes counted for an encoder, that many classes and public images."""
-    recipe = change(load(name, overrides), {"model.encoder": model})
-    return Method(recipe, presets()[recipe.method], acts.traffic(recipe, classes, 3, public))
+    recipe = load(name, overrides)
+    recipe = change(recipe, {"model.encoder": model}) if recipe.trains else recipe
+    return Method(recipe, presets()[recipe.method], acts.traffic(recipe, classes, (3, 32, 32), public))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from oneround.data import Dataset, load_dataset
-from oneround.errors import OneroundError
+from oneround.errors import OneroundError, RunError
 from oneround.learning import Emit
 from oneround.learning.bank import unit_features
 from oneround.models.prototype import filled
@@ -172,7 +172,8 @@ def _setting(place: RunFolder, remarks: list[str]) -> dict[str, Any]:
     try:
         manifest = blob.peek(place.broadcast, "broadcast")
         told["class_names"] = tuple(map(str, manifest["class_names"]))
-        told["features"] = int(manifest["shapes"]["weights.prototypes"][1])
+        if "weights.prototypes" in manifest["shapes"]:  # none where no network is trained
+            told["features"] = int(manifest["shapes"]["weights.prototypes"][1])
     except (OneroundError, KeyError, TypeError, ValueError) as error:
         if place.broadcast.exists():
             remarks.append(f"left out: {error}")
@@ -299,7 +300,8 @@ def _geometries(place: RunFolder, recipe: Recipe, data: Dataset) -> Iterator[tup
     """Every upload's encoder on the test images of its client's classes; a client of one class has no geometry."""
     uploads, device = place.uploads(), choose_device(recipe.local.device)
     broadcast, encoder = uploads.broadcast, uploads.broadcast.recipe.model.encoder
-    assert encoder is not None
+    if encoder is None:
+        raise RunError("no network was trained, there is no encoder to look at")
     for upload in uploads:
         held = torch.nonzero(upload.class_counts >= OF_WEIGHT * upload.samples)[:, 0]
         test = data.test.take(torch.nonzero(torch.isin(data.test.labels, held))[:, 0])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oneround.data import Images
-from oneround.fusion import EnsembleRule, Rule
+from oneround.fusion import EnsembleRule, Rule, ridge
 from oneround.fusion.rule import expert_of
 from oneround.models import Ensemble, Expert
 from oneround.models.inference import Combine, Totals
@@ -76,14 +76,20 @@ def score_uploads(
     `made`: models of rules that make one network, by name; those that are there are used, those that are not are put there.
     """
     made = {} if made is None else made
-    together = {name: rule for name, rule in rules.items() if isinstance(rule, EnsembleRule)}
+    together = {
+        name: rule.ready(uploads, broadcast, server) for name, rule in rules.items() if isinstance(rule, EnsembleRule)
+    }
     mean, std = preprocessing(broadcast.recipe)
     device = server.device
     totals: dict[str, list[Totals]] = {name: [] for name in together}
     alone: dict[str, Score] = {}
     for upload in uploads:
-        answers = _look(expert_of(upload, broadcast, device), together, totals, test.batches(device, mean, std))
-        alone[upload.client] = Score.of(answers, test.labels, broadcast.classes)
+        if broadcast.weights:
+            answers = _look(expert_of(upload, broadcast, device), together, totals, test.batches(device, mean, std))
+            alone[upload.client] = Score.of(answers, test.labels, broadcast.classes)
+        else:
+            own = GlobalModel.of(ridge.alone(upload, broadcast, device), ridge.Ridge(), broadcast)
+            alone[upload.client] = score_model(own, test, device)
         del upload  # before the next one is read
     scores = {}
     for name, each in rules.items():
@@ -108,7 +114,9 @@ def _look(
         answers.append(seen.logits)
         for name, rule in rules.items():
             so_far = totals[name]
-            so_far[number : number + 1] = [rule.add(so_far[number] if number < len(so_far) else None, seen)]
+            so_far[number : number + 1] = [
+                rule.add(so_far[number] if number < len(so_far) else rule.begin(images), seen)
+            ]
     return torch.cat(answers)
 
 
@@ -116,7 +124,7 @@ def _look(
 def score_model(model: GlobalModel, test: Images, device: torch.device) -> Score:
     """A model's score; a streamed ensemble reads each of its networks once."""
     if isinstance(model.inference, Ensemble):
-        rule = model.inference.rule
+        rule = model.inference.to(device).rule
         totals: dict[str, list[Totals]] = {"": []}
         for expert in model.inference.experts:
             _look(expert.to(device), {"": rule}, totals, test.batches(device, model.mean, model.std))

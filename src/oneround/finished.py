@@ -54,6 +54,11 @@ class Run:
         return int(self.keys["seeds.partition"])
 
     @property
+    def trains(self) -> bool:
+        """Whether clients trained a network."""
+        return self.keys.get("objective.terms") != "{}"
+
+    @property
     def first_rule(self) -> str:
         """The rule that makes the model."""
         return next(iter(self.result.rules))

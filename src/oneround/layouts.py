@@ -67,7 +67,11 @@ def rounds_sheet(group: Group, every: int = 1) -> Sheet:
     entries = [entry for entry in group.entries if curves[entry.name]]  # clients alone are scored at the end only
     if group.baseline not in entries:
         raise RecipeError(f"--baseline {group.short(group.baseline)}: has no curve over epochs; choose a rule")
-    epochs = _shown(set.intersection(*(set(curves[entry.name]) for entry in entries)), every)
+    trained = [entry for entry in entries if entry.runs[0].trains] or entries
+    epochs = _shown(set.intersection(*(set(curves[entry.name]) for entry in trained)), every)
+    for entry in entries:
+        if not entry.runs[0].trains:  # one pass, the same at any epoch of the others
+            curves[entry.name] = dict.fromkeys(epochs, curves[entry.name][max(curves[entry.name])])
     others = [entry for entry in entries if entry is not group.baseline]
     base = curves[group.baseline.name]
     heads = ["epoch", *(group.short(entry) for entry in entries), *(f"Δ {group.short(entry)}" for entry in others)]

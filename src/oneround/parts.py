@@ -94,6 +94,7 @@ _HOMES = {
     "weight": "oneround.learning.weights",
     "schedule": "oneround.learning.schedules",
     "guard": "oneround.learning.guards",
+    "features": "oneround.models",
     "fusion": "oneround.fusion",
 }
 _slots: dict[str, Slot[Any]] = {}

@@ -131,12 +131,10 @@ class Objective(Strict):
         }
         return {**value, "terms": named}
 
-    @model_validator(mode="after")
-    def _not_empty(self) -> Objective:
-        if not any(getattr(term, "weight", 1) for term in self.terms.values()):
-            known = ", ".join(sorted(slot("term").kinds))
-            raise ValueError(f"objective.terms is empty: start from a preset (extends: fafi) or name terms ({known})")
-        return self
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to minimise."""
+        return not any(getattr(term, "weight", 1) for term in self.terms.values())
 
     @model_validator(mode="after")
     def _stages_follow(self) -> Objective:
@@ -191,6 +189,12 @@ class Taught(Strict):
     teacher: Objective = Field(default={"terms": {name: {} for name in FAFI}}, validate_default=True)
     """What the teacher minimises; FAFI's four terms unless others are named."""
 
+    @model_validator(mode="after")
+    def _teacher_learns(self) -> Taught:
+        if self.teacher.empty:
+            raise ValueError("teacher.terms is empty: leave teacher out, or name terms")
+        return self
+
 
 class Bank(Taught):
     """Features of public images, made by a teacher that the server trains on them, sent to every site."""
@@ -214,6 +218,25 @@ class Reference(Taught):
     """Features of public images by the server's teacher; unit vectors in all directions; or one point per class."""
     size: Count = 1024
     """How many features stand for the distribution."""
+
+
+class Sums(Strict):
+    """Sums over every client's images of fixed features: they add up to the pooled answer whoever held what."""
+
+    features: Annotated[Part, In("features")] = Field(default="patches", validate_default=True)
+    """φ: `patches` (from a seed, no real data) or `encoder` (a frozen network, sent with the broadcast)."""
+    mirror: Literal["none", "copies", "features"] | None = None
+    """Mirror images: `features` that are the same for both (half as many say as much), `copies` counted as images of their
+    own, or `none`; left out: features, or none for data that a mirror changes (digits, signs)."""
+    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """Of the second moments in the upload; the 16-bit ones divide by the diagonal first and halve the upload."""
+    rank: Count | None = None
+    """Send only so many leading directions of the second moments and the rest as a diagonal; left out: all, exactly."""
+
+    @property
+    def copies(self) -> int:
+        """How often every image is counted."""
+        return 2 if self.mirror == "copies" else 1
 
 
 class Rails(Strict):
@@ -298,6 +321,8 @@ class Federated(Strict):
     """Left out: none."""
     reference: Reference | None = None
     """Left out: none. Needs public images unless its source is a prior."""
+    sums: Sums | None = None
+    """Left out: none. With sums and an empty objective no network is trained at all."""
     rails: Rails = Rails()
     trace: Trace = Trace()
     fusion: list[Annotated[Part, In("fusion")]] = Field(default=["iffi"], validate_default=True, min_length=1)
@@ -323,6 +348,13 @@ class Federated(Strict):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Federated:
+        if self.objective.empty:
+            self._check_without_network()
+        for part in self.fusion:
+            if getattr(part, "needs_sums", False) and self.sums is None:
+                raise ValueError(f"fusion: {part.kind} needs sums of fixed features; add sums: {{}}")
+        if self.sums is not None and getattr(self.sums.features, "needs_public", False) and not self.public:
+            raise ValueError("sums.features: its patches come from public images; set public, for example public: 0.1")
         if self.validation_from == "public" and not self.public:
             raise ValueError("validation_from: public: there are no public images; set public, for example public: 0.1")
         for name, section in (("bank", self.bank), ("reference", self.reference)):
@@ -356,6 +388,25 @@ class Federated(Strict):
             )
         return self
 
+    def _check_without_network(self) -> None:
+        """What an empty objective rules out."""
+        if self.sums is None:
+            known = ", ".join(sorted(slot("term").kinds))
+            raise ValueError(f"objective.terms is empty: start from a preset (extends: fafi) or name terms ({known})")
+        for name in ("alignment", "bank", "queue", "reference"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: objective.terms is empty, so there is no network it could help; name terms")
+        for part in self.fusion:
+            if getattr(part, "needs_network", True):
+                raise ValueError(
+                    f"fusion: {part.kind} needs networks, and objective.terms is empty; name terms, or use ridge"
+                )
+
+    @property
+    def trains(self) -> bool:
+        """Whether clients train a network; otherwise sums are all they send."""
+        return not self.objective.empty
+
     @property
     def clients_hold_back(self) -> bool:
         """Whether it is the clients who hold images back for validation."""
@@ -378,6 +429,8 @@ class Local(Strict):
     """Folder with the data files, or the .npz file or image folder itself; left out: the user's cache, filled by download."""
     initial_weights: Annotated[Path | None, Field(strict=False)] = None
     """A safetensors file to start from instead of random weights (server)."""
+    frozen_encoder: Annotated[Path | None, Field(strict=False)] = None
+    """A safetensors file with the encoder whose features are summed, for `sums.features.kind: encoder` (server)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Training arithmetic; auto: bf16 autocast on a GPU that has it, fp32 elsewhere."""

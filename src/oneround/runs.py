@@ -21,10 +21,11 @@ from oneround import acts
 from oneround.crew import Job, crew_size
 from oneround.data import Dataset, Images, Split, datasets, partitions
 from oneround.data.partition import spoil
-from oneround.errors import ProtocolError, RecipeError, RunError
+from oneround.errors import ProtocolError, RecipeError, RunError, did_you_mean
 from oneround.learning import Emit, silent
 from oneround.learning.batches import steps_per_epoch
 from oneround.learning.schedules import schedules
+from oneround.models.features import features
 from oneround.observe.environment import device_name
 from oneround.observe.log import MetricsLog
 from oneround.observe.sound import fault_of_result, is_table
@@ -33,6 +34,7 @@ from oneround.protocol import Broadcast, UploadFolder, blob
 from oneround.reading import load
 from oneround.recipe import Local, Recipe
 from oneround.site import Site, choose_device, threads_per_client
+from oneround.sums import steps_of
 
 log = logging.getLogger("oneround")
 
@@ -166,8 +168,8 @@ class RunFolder:
             raise ProtocolError(f"{self.path}: not a run folder (no recipe.yaml in it)")
         return load(self.recipe, overrides)
 
-    def uploads(self) -> UploadFolder:
-        """The uploads that are there, checked when read."""
+    def uploads(self, without: Sequence[str] = (), late: Sequence[Path] = ()) -> UploadFolder:
+        """The uploads that are there, checked when read; without those of some clients, with some that came late."""
         broadcast = Broadcast.read(self.broadcast)
         paths = sorted((self.path / "uploads").glob("*.safetensors"))
         if not paths:
@@ -176,7 +178,19 @@ class RunFolder:
             lost = sorted(set(self.read_result()["uploads"]) - {path.stem for path in paths})
             if lost:
                 log.warning("%s/uploads: missing and left out: %s", self.path, ", ".join(lost))
-        return UploadFolder(paths, broadcast, acts.statistics_of(broadcast))
+        names = [path.stem for path in paths]
+        for name in without:
+            if name not in names:
+                raise ProtocolError(
+                    f"--without {name}: no upload of that name{did_you_mean(name, names)} (there are {', '.join(names[:20])})"
+                )
+        for path in late:
+            if path.stem in names and path.stem not in without:
+                raise ProtocolError(f"--with {path}: {path.stem} is among the uploads already and would count twice")
+        kept = [path for path in paths if path.stem not in without]
+        if not kept and not late:
+            raise ProtocolError(f"{self.path}: nobody's upload is left; keep at least one client")
+        return UploadFolder([*kept, *late], broadcast, acts.statistics_of(broadcast))
 
     @contextmanager
     def locked(self, patience: float = 0.0) -> Iterator[None]:
@@ -221,7 +235,7 @@ class Plan:
                 f"partition = {settled.partition.label}, seed {settled.seeds.partition}: every client is left with no "
                 "samples, nobody could train; choose another partition.kind, alpha or seed"
             )
-        traffic = acts.traffic(settled, data.classes, data.shape[0], len(split.public))
+        traffic = acts.traffic(settled, data.classes, data.shape, len(split.public))
         return Plan(settled, _mislabelled(settled, data, split), split, traffic)
 
     def job(self, place: RunFolder, client: str, until: int, told: Mapping[str, float]) -> Job:
@@ -253,8 +267,12 @@ class Plan:
 
     @property
     def steps(self) -> int:
+        return sum(self.steps_of(size) for size in self.split.sizes)
+
+    def steps_of(self, samples: int) -> int:
+        """How many steps a client with so many samples does."""
         training = self.recipe.training
-        return training.epochs * sum(steps_per_epoch(size, training) for size in self.split.sizes)
+        return training.epochs * steps_per_epoch(samples, training) if self.recipe.trains else steps_of(samples)
 
     @property
     def stops(self) -> list[int]:
@@ -293,7 +311,6 @@ class Plan:
     def lines(self) -> list[str]:
         """The run's size in words: samples, steps, parameters, bytes, device."""
         recipe, clients, local = self.recipe, self.clients, self.recipe.local
-        assert recipe.model.encoder is not None
         sizes = [self.split.sizes[number] for number in clients.values()]
         shown = ", ".join(f"{size:,}" for size in sizes[:10]) + (
             f", … ({min(sizes):,} to {max(sizes):,})" if len(sizes) > 10 else ""
@@ -312,12 +329,27 @@ class Plan:
             f"  {len(clients)} clients with {shown} samples"
             + (f"; the server keeps {len(self.split.public):,} public ones" if len(self.split.public) else "")
             + (f"; {len(self.split.validation):,} are held back to choose by" if len(self.split.validation) else ""),
-            f"  {recipe.model.encoder.label}: {parameters:,} parameters; {recipe.training.epochs} epochs, {self.steps:,} steps "
-            f"of up to {recipe.training.batch_size} samples × 2 views",
+            f"  {self._work()}",
             f"  network: {size_in_words(down)} down and {size_in_words(up)} up per client, {size_in_words(len(clients) * (down + up))} in all",
             f"  on {device_name(device)}: clients {how}",
             *(f"  note: {remark}" for remark in self.remarks()),
         ]
+
+    def _work(self) -> str:
+        """What every client does."""
+        recipe = self.recipe
+        summed = ""
+        if recipe.sums is not None:
+            size = features.of(recipe.sums.features).size_for(self.data.shape)
+            summed = f"sums of {size:,} fixed features ({recipe.sums.features.label}), one pass"
+        if not recipe.trains:
+            return f"{summed}, nothing is trained"
+        assert recipe.model.encoder is not None
+        return (
+            f"{recipe.model.encoder.label}: {self.traffic.parameters:,} parameters; {recipe.training.epochs} epochs, "
+            f"{self.steps:,} steps of up to {recipe.training.batch_size} samples × 2 views"
+            + (f"; {summed}" if summed else "")
+        )
 
 
 def _mislabelled(recipe: Recipe, data: Dataset, split: Split) -> Dataset:

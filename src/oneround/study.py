@@ -20,7 +20,6 @@ from oneround.data import load_dataset
 from oneround.errors import Interrupted, RecipeError
 from oneround.evaluate import score_uploads
 from oneround.learning import Emit, silent
-from oneround.learning.batches import steps_per_epoch
 from oneround.observe import pictures
 from oneround.observe.statistics import Summary, paired
 from oneround.observe.tables import Row
@@ -103,7 +102,7 @@ def study(
 def _run_all(
     recipes: Sequence[Recipe], plan: Plan, folder: Path, partitions: Sequence[int], resume: bool, emit: Emit
 ) -> tuple[list[Result], float]:
-    data, training = plan.data, plan.recipe.training
+    data = plan.data
     # Workers also take the centralised training, so there is work for a second core even when one client has most samples.
     with Crew(
         data.train, crew_size(plan.recipe.local, plan.traffic.parameters, len(plan.split.clients) + 1), emit
@@ -111,8 +110,8 @@ def _run_all(
         central = RunFolder(folder / CENTRAL)
         if not central.broadcast.exists():
             plan.prepare().write(central.broadcast)
-        emit({"event": CENTRAL, "steps": training.epochs * steps_per_epoch(len(data.train), training)})
-        job = central.job(CENTRAL, np.arange(len(data.train)), training.epochs, plan.recipe.local, {})
+        emit({"event": CENTRAL, "steps": plan.steps_of(len(data.train))})
+        job = central.job(CENTRAL, np.arange(len(data.train)), plan.recipe.training.epochs, plan.recipe.local, {})
         waiting = None if central.upload(CENTRAL).exists() else crew.submit(job)
         results = [
             run(each, folder / f"partition_{seed}", data=data, resume=resume, emit=partial(_tag, emit, seed), crew=crew)
@@ -132,5 +131,8 @@ def _central_score(place: RunFolder, plan: Plan) -> float:
     uploads = UploadFolder([place.upload(CENTRAL)], broadcast, acts.statistics_of(broadcast))
     site = Site("server", local=plan.recipe.local)
     with site.arithmetic(plan.traffic.parameters):
-        _, alone = score_uploads({}, uploads, broadcast, plan.data.test, site)
-    return alone[CENTRAL].accuracy
+        summed = (
+            {} if plan.recipe.trains else {CENTRAL: acts.rules_of(plan.recipe)[0]}
+        )  # its own rule is the bound itself
+        scores, alone = score_uploads(summed, uploads, broadcast, plan.data.test, site)
+    return {**alone, **scores}[CENTRAL].accuracy

@@ -47,6 +47,8 @@ FAST = {"alignment__weight__rate": 2.0}
 
 def test_every_preset_trains_one_client_and_uploads_nothing_but_the_network(digits: Dataset) -> None:
     for name in presets():
+        if not load(name).trains:
+            continue
         broadcast = sent(digits, name, 2)
         upload = acts.train(broadcast, Site("site", few(digits, 3, 40)))
         assert upload.weights.keys() == broadcast.weights.keys(), name

@@ -54,7 +54,7 @@ def test_half_precision_that_would_overflow_is_refused() -> None:
 @pytest.mark.parametrize("encoder", ["cnn", "resnet18", "mobilenet-v2"])
 def test_bytes_of_an_upload(encoding: str, most: float, encoder: str) -> None:
     plain, small = (
-        acts.traffic(load("fafi", [("model.encoder", encoder), ("upload.encoding", word)]), 10, 3, 0).up
+        acts.traffic(load("fafi", [("model.encoder", encoder), ("upload.encoding", word)]), 10, (3, 32, 32), 0).up
         for word in ("fp32", encoding)
     )
     assert small / plain <= most
@@ -70,7 +70,7 @@ def test_an_encoded_upload_comes_back_as_the_site_saw_it(digits: Dataset, encodi
     assert again.content == upload.content and again.size == upload.size
     assert blob.checksum(again.weights) == blob.checksum(upload.weights)
     assert all(value.dtype != torch.float16 for value in again.weights.values())
-    assert upload.size == acts.traffic(recipe, 10, 1, 0).up < size_of(broadcast.weights)
+    assert upload.size == acts.traffic(recipe, 10, (1, 8, 8), 0).up < size_of(broadcast.weights)
     plain = replace(upload, encoding="fp32")
     with pytest.raises(ProtocolError, match=r"refused, (statistics\S+ is torch\.float32|tensor scale\.\S+ is missing)"):
         Upload.unpack(plain.pack(), broadcast, asked)

@@ -44,6 +44,14 @@ def fuse(
     target: Annotated[
         Path | None, typer.Option("--out", help="Where to write the model; otherwise RUN/fused/RULE.")
     ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option("--without", help="Leave out a client's upload, as if it had never taken part.", metavar="CLIENT"),
+    ] = None,
+    late: Annotated[
+        list[Path] | None,
+        typer.Option("--with", help="An upload that came late, as if it had been there.", metavar="CLIENT.safetensors"),
+    ] = None,
     data_dir: DataDirOption = None,
     sets: Annotated[
         list[str] | None, typer.Option("--set", help="An option of the rule: --set beta=2", metavar="KEY=VALUE")
@@ -59,7 +67,7 @@ def fuse(
 
     place = RunFolder(folder)
     recipe = place.read_recipe([("local.data_path", str(data_dir))] if data_dir else [])
-    uploads = place.uploads()
+    uploads = place.uploads(without or (), late or ())
     if rule == "all":
         chosen = [rules.parse(kind) for kind in sorted(rules.kinds)]
     else:
@@ -69,15 +77,16 @@ def fuse(
     site = Plan.of(recipe, there).server(folder)
     usable = []
     for each in chosen:
-        lacking = sorted(
-            acts.asked_by([each], *uploads.broadcast.weights["prototypes"].shape).keys() - uploads.statistics.keys()
-        )
+        lacking = acts.lacking(each, uploads.broadcast)
         if rule == "all" and each.needs_public and site.data is None:
             err.print(f"{each.kind} is left out: the server has no public images", highlight=False)
         elif not lacking:
             usable.append(each)
         elif rule == "all":
-            err.print(f"{each.kind} is left out: these uploads do not carry its statistics", highlight=False)
+            err.print(
+                f"{each.kind} is left out: these uploads do not carry what it needs ({', '.join(lacking)})",
+                highlight=False,
+            )
         else:
             raise ProtocolError(
                 f"{each.kind} needs statistics these uploads do not carry ({', '.join(lacking)}); "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oneround.models import Ensemble, Expert, Inference
-from oneround.models.inference import Seen, Totals
+from oneround.models.inference import Combine, Seen, Totals
 from oneround.models.prototype import filled
 from oneround.parts import Part, Slot
 from oneround.protocol import Broadcast, Upload
@@ -25,6 +25,10 @@ from oneround.site import Site
 class Rule(Part):
     """A way to turn uploads into one model."""
 
+    needs_network: ClassVar[bool] = True
+    """Whether clients must have trained networks."""
+    needs_sums: ClassVar[bool] = False
+    """Whether clients must have sent sums of fixed features."""
     reveals: ClassVar[str] = ""
     """What its statistics tell of a site's data, in words; nothing if it asks for none."""
 
@@ -68,6 +72,14 @@ rules: Slot[Rule] = Slot("fusion", Rule, default="iffi")
 class EnsembleRule(Rule):
     """A rule that keeps every client's network and combines what they see."""
 
+    def ready(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Combine:
+        """What does the combining: this rule itself, unless it has to know more than its options first."""
+        return self
+
+    def begin(self, images: Tensor) -> Totals | None:
+        """What to start from, before any client's view of a batch is folded in."""
+        return None
+
     def add(self, totals: Totals | None, seen: Seen) -> Totals:
         """Fold one client's view of a batch into the running totals."""
         raise NotImplementedError
@@ -77,27 +89,33 @@ class EnsembleRule(Rule):
         raise NotImplementedError
 
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
-        return Ensemble(self, UploadExperts(uploads, broadcast, server.device))
+        return Ensemble(self.ready(uploads, broadcast, server), UploadExperts(uploads, broadcast, server.device))
 
     def restore(
         self, shards: Sequence[dict[str, Tensor]], recipe: Federated, channels: int, classes: int, streamed: bool
     ) -> Inference:
-        def build(tensors: dict[str, Tensor]) -> Expert:
-            encoder = recipe.model.encoder
-            assert encoder is not None
-            weights = {name.removeprefix("net."): value for name, value in tensors.items() if name.startswith("net.")}
-            statistics = {
-                name.removeprefix("statistic_"): value
-                for name, value in tensors.items()
-                if name.startswith("statistic_")
-            }
-            net = filled(encoder, channels, classes, weights)
-            expert = Expert(net, tensors["samples"], tensors["class_counts"], statistics)
-            expert.load_state_dict(tensors)
-            return expert.eval().requires_grad_(False)
+        return Ensemble(self, restored_experts(shards, recipe, channels, classes, streamed))
 
-        experts = StreamedExperts(shards, build)
-        return Ensemble(self, experts if streamed else list(experts))
+
+def restored_experts(
+    shards: Sequence[dict[str, Tensor]], recipe: Federated, channels: int, classes: int, streamed: bool
+) -> StreamedExperts | list[Expert]:
+    """Saved experts again: all of them, or read one at a time."""
+
+    def build(tensors: dict[str, Tensor]) -> Expert:
+        encoder = recipe.model.encoder
+        assert encoder is not None
+        weights = {name.removeprefix("net."): value for name, value in tensors.items() if name.startswith("net.")}
+        statistics = {
+            name.removeprefix("statistic_"): value for name, value in tensors.items() if name.startswith("statistic_")
+        }
+        net = filled(encoder, channels, classes, weights)
+        expert = Expert(net, tensors["samples"], tensors["class_counts"], statistics)
+        expert.load_state_dict(tensors)
+        return expert.eval().requires_grad_(False)
+
+    experts = StreamedExperts(shards, build)
+    return experts if streamed else list(experts)
 
 
 class StreamedExperts:

@@ -55,7 +55,7 @@ class Split(Rule):
     @field_validator("inner")
     @classmethod
     def _inner_fits(cls, value: Part) -> Part:
-        if not isinstance(value, EnsembleRule) or value.statistics(2, 2):
+        if not isinstance(value, EnsembleRule) or value.needs_sums or value.statistics(2, 2):
             known = [kind for kind in slot("fusion").kinds if _fits(kind)]
             raise ValueError(
                 f"must be a rule that keeps networks and asks for no statistics ({', '.join(sorted(known))})"
@@ -87,7 +87,7 @@ class Split(Rule):
 
 def _fits(kind: str) -> bool:
     rule = slot("fusion").parse(kind) if kind != "split" else None
-    return isinstance(rule, EnsembleRule) and not rule.statistics(2, 2)
+    return isinstance(rule, EnsembleRule) and not rule.needs_sums and not rule.statistics(2, 2)
 
 
 def similarity(counts: Tensor) -> Tensor:

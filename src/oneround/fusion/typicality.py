@@ -60,14 +60,9 @@ class TypicalityGated(EnsembleRule):
         }
 
     def add(self, totals: Totals | None, seen: Seen) -> Totals:
-        expert = seen.expert
-        usable = expert.statistic("typicality_usable") > 0
-        far = distances(
-            seen.unit, expert.statistic("typicality_means"), expert.statistic("typicality_whitening")
-        ).masked_fill(~usable, torch.inf)
-        nearest = far.amin(1, keepdim=True) / expert.statistic("typicality_scale")
-        gate = (expert.samples.log() - self.beta * nearest).clamp(min=SHUT)
-        evidence = (expert.class_counts.clamp(min=1).log() - far.nan_to_num(posinf=-2 * SHUT) / 2) / self.temperature
+        nearest, evidence = judged(seen)
+        gate = (seen.expert.samples.log() - self.beta * nearest).clamp(min=SHUT)
+        evidence = evidence / self.temperature
         fallback = {f"iffi_{name}": total for name, total in _IFFI.add(_inner(totals), seen).items()}
         # Streaming log-sum-exp: the largest gate so far scales all sums, so nothing underflows however atypical x is.
         if totals is None:
@@ -92,6 +87,16 @@ def _inner(totals: Totals | None) -> Totals | None:
     if totals is None:
         return None
     return {name.removeprefix("iffi_"): total for name, total in totals.items() if name.startswith("iffi_")}
+
+
+def judged(seen: Seen) -> tuple[Tensor, Tensor]:
+    """What a client's statistics say of images: t (n, 1), infinite where it has no usable class, and log n_c − d_c/2 (n, classes)."""
+    expert = seen.expert
+    usable = expert.statistic("typicality_usable") > 0
+    far = distances(seen.unit, expert.statistic("typicality_means"), expert.statistic("typicality_whitening"))
+    far = far.masked_fill(~usable, torch.inf)
+    evidence = expert.class_counts.clamp(min=1).log() - far.nan_to_num(posinf=-2 * SHUT) / 2
+    return far.amin(1, keepdim=True) / expert.statistic("typicality_scale"), evidence
 
 
 def distances(unit: Tensor, means: Tensor, whitening: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """Networks: encoders, the prototype network clients train, and what a global model can be made of."""
 
+from oneround.models import patches as patches
 from oneround.models.encoders import Encoder, EncoderPart, encoders
+from oneround.models.features import Features, FeaturesPart, features
 from oneround.models.inference import Ensemble, Expert, Inference, Single
 from oneround.models.prototype import PrototypeNet, initialise
 
@@ -9,9 +11,12 @@ __all__ = [
     "EncoderPart",
     "Ensemble",
     "Expert",
+    "Features",
+    "FeaturesPart",
     "Inference",
     "PrototypeNet",
     "Single",
     "encoders",
+    "features",
     "initialise",
 ]

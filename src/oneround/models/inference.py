@@ -85,6 +85,10 @@ class Seen:
 class Combine(Protocol):
     """How an ensemble rule folds views into totals and totals into scores."""
 
+    def begin(self, images: Tensor) -> Totals | None:
+        """What it makes of the images itself, before any expert sees them; most make nothing."""
+        ...
+
     def add(self, totals: Totals | None, seen: Seen) -> Totals: ...
 
     def scores(self, totals: Totals) -> Tensor: ...
@@ -113,7 +117,7 @@ class Ensemble(Inference):
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        totals: Totals | None = None
+        totals = self.rule.begin(images)
         for expert in self.experts:
             totals = self.rule.add(totals, expert.see(images))
         assert totals is not None

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from oneround.errors import ProtocolError
+from oneround.models.features import features
 from oneround.protocol import blob
 from oneround.protocol.encoding import as_sent, decode, encode, layout_of
 from oneround.reading import parse_federated
 from oneround.recipe import Federated
+from oneround.sums import expected
+from oneround.sums.moments import Expected
 
 History = list[dict[str, Any]]
 SLACK = 16 * 2**20  # what an upload may have beside its weights and statistics: manifest, history, header
@@ -32,9 +35,9 @@ class Broadcast:
     shape: tuple[int, int, int]
     """(channels, height, width) of the images"""
     weights: dict[str, Tensor]
-    """The network's initial parameters and norm statistics, prototypes among them."""
+    """The network's initial parameters and norm statistics, prototypes among them; empty where no network is trained."""
     extras: dict[str, Tensor] = field(default_factory=dict)
-    """What else the recipe's parts need at every site: `anchors`, `bank.features`, `bank.labels`."""
+    """What else the recipe's parts need at every site: `anchors`, `bank.features`, `bank.labels`, `features.*`."""
 
     @property
     def classes(self) -> int:
@@ -44,6 +47,13 @@ class Broadcast:
     def digest(self) -> str:
         """SHA-256 of the recipe's federated half; every upload must carry it."""
         return self.recipe.digest
+
+    @cached_property
+    def sums(self) -> Expected:
+        """Names, shapes and types of the sums every upload must carry."""
+        if self.recipe.sums is None:
+            return {}
+        return expected(self.recipe, features.of(self.recipe.sums.features).size_for(self.shape), self.classes)
 
     @property
     def size(self) -> int:
@@ -77,7 +87,7 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Upload:
-    """What a site sends back: its network, how much data it stands for, and the statistics the fusion rules asked for."""
+    """What a site sends back: its network, its sums, how much data it stands for, the statistics fusion rules asked for."""
 
     client: str
     recipe_digest: str
@@ -86,7 +96,10 @@ class Upload:
     class_counts: Tensor
     """(classes,) int64: samples the client holds of each class"""
     weights: dict[str, Tensor]
+    """Empty where no network is trained."""
     statistics: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Sums of fixed features over its images, as `sums.packed` packs them; empty where the recipe asks for none."""
     history: History = field(default_factory=list)
     """What training measured, an entry an epoch."""
     stopped: str = ""
@@ -116,7 +129,8 @@ class Upload:
         return _content(*(manifest[key] for key in ("client", "recipe_digest", "epoch", "class_counts", "sha256")))
 
     def _tensors(self) -> dict[str, Tensor]:
-        return encode(_prefixed(weights=self.weights, statistics=self.statistics), self.encoding)
+        coded = encode(_prefixed(weights=self.weights, statistics=self.statistics), self.encoding)
+        return coded | _prefixed(sums=self.sums)  # which have a precision of their own
 
     def pack(self) -> bytes:
         manifest = {
@@ -170,6 +184,10 @@ class Upload:
             raise ProtocolError(
                 f"{where}: refused, class_counts must be {broadcast.classes} counts, at least one above 0"
             )
+        if "sums.counts" in tensors and tensors["sums.counts"].tolist() != [_copies(broadcast) * n for n in counts]:
+            raise ProtocolError(
+                f"{where}: refused, its sums are over other numbers of images than its class_counts say"
+            )
         epoch, client = manifest.get("epoch"), manifest.get("client")
         if type(epoch) is not int or not 0 <= epoch <= broadcast.recipe.training.epochs or not isinstance(client, str):
             raise ProtocolError(
@@ -177,7 +195,7 @@ class Upload:
             )
         history = manifest.get("history")
         return Upload(
-            client, broadcast.digest, epoch, torch.tensor(counts), **_parted(tensors, "weights", "statistics"),
+            client, broadcast.digest, epoch, torch.tensor(counts), **_parted(tensors, "weights", "statistics", "sums"),
             history=history if isinstance(history, list) else [], stopped=str(manifest.get("stopped", "")),
             encoding=broadcast.recipe.upload.encoding,
         )  # fmt: skip
@@ -195,7 +213,8 @@ def _decoded(tensors: dict[str, Tensor], broadcast: Broadcast, statistics: Shape
     meant = {f"weights.{name}": value for name, value in layout_of(broadcast.weights).items()}
     meant |= {f"statistics.{name}": (shape, torch.float32) for name, shape in statistics.items()}
     encoding = broadcast.recipe.upload.encoding
-    expected, got = as_sent(meant, encoding), layout_of(tensors)
+    sums = {f"sums.{name}": asked for name, asked in broadcast.sums.items()}
+    expected, got = as_sent(meant, encoding) | sums, layout_of(tensors)
     for name in sorted(expected.keys() | got.keys()):
         if name not in got or name not in expected:
             raise ProtocolError(
@@ -204,11 +223,11 @@ def _decoded(tensors: dict[str, Tensor], broadcast: Broadcast, statistics: Shape
         if got[name] != expected[name]:
             (shape, dtype), wanted = got[name], expected[name]
             raise ProtocolError(f"{where}: refused, {name} is {dtype} {shape}, expected {wanted[1]} {wanted[0]}")
-    decoded = decode(tensors, encoding)
+    decoded = decode({name: value for name, value in tensors.items() if name not in sums}, encoding)
     for name, tensor in decoded.items() if encoding != "fp32" else ():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ProtocolError(f"{where}: refused, {name} holds values that are not finite once decoded")
-    return decoded
+    return decoded | {name: tensors[name] for name in sums}
 
 
 def check_norms(upload: Upload, broadcast: Broadcast, where: str) -> None:
@@ -227,6 +246,11 @@ def check_norms(upload: Upload, broadcast: Broadcast, where: str) -> None:
             raise ProtocolError(
                 f"{where}: refused, {name} has norm {norm:.3g}, more than {bound:.3g} (upload.largest_norm = {factor:g})"
             )
+
+
+def _copies(broadcast: Broadcast) -> int:
+    """How often sums count an image."""
+    return broadcast.recipe.sums.copies if broadcast.recipe.sums else 1
 
 
 def size_of(tensors: dict[str, Tensor]) -> int:
@@ -250,7 +274,12 @@ def _parted(tensors: dict[str, Tensor], *parts: str) -> dict[str, dict[str, Tens
 def max_upload_bytes(broadcast: Broadcast, statistics: Shapes) -> int:
     """The most an upload to this broadcast may measure."""
     asked = sum(4 * int(torch.Size(shape).numel()) for shape in statistics.values())
-    return size_of(broadcast.weights) + asked + SLACK
+    return size_of(broadcast.weights) + asked + sums_bytes(broadcast.sums) + SLACK
+
+
+def sums_bytes(sums: Expected) -> int:
+    """Bytes of the sums in an upload."""
+    return sum(dtype.itemsize * int(torch.Size(shape).numel()) for shape, dtype in sums.values())
 
 
 class UploadFolder(Sequence[Upload]):

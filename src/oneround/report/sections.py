@@ -93,7 +93,8 @@ def result(record: Record) -> Html:
         ("data", f"{recipe.data.kind}, {len(record.class_names)} classes"),
         ("partition", f"{recipe.partition.label}, seed {recipe.seeds.partition}"),
         ("clients", f"{len(record.clients)} with {sum(map(sum, record.counts.values())):,} samples"),
-        ("encoder", recipe.model.encoder.label if recipe.model.encoder else "–"),
+        ("encoder", recipe.model.encoder.label if recipe.model.encoder else "none, nothing is trained"),
+        *([("sums of", recipe.sums.features.label)] if recipe.sums else []),
         ("local epochs", str(recipe.training.epochs)),
         ("fusion", ", ".join(rule.label for rule in recipe.fusion)),
     ]

@@ -1,0 +1,149 @@
+"""Experts routed by the ridge, against the ridge, IFFI and the typicality gate, on the same uploads and partitions.
+
+    python benchmarks/routed.py --data cifar10 --data-dir data --minutes 9        # a part of it; run again to go on
+    python benchmarks/routed.py --alphas 0.05 --experts fafi --partitions 1 2 3 4 5
+    python benchmarks/routed.py --render results/cifar10_routed.json              # the page again, from the record
+
+Experts are trained by FAFI, by FAFI with entropy-weighted anchors, and by cross-entropy alone; every snapshot (each tenth of the
+training) is scored, because better-fitted clients are not always better uploads. Temperature, trust, β and η are chosen on a
+tenth of every client's images that is held back from training. What is done is not done again: runs are resumed from --runs,
+and what OUT.json holds is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from oneround.errors import OutOfTime
+from oneround.observe.environment import environment
+from oneround.observe.statistics import Summary, paired
+from oneround.observe.tables import difference_in_words
+from oneround.reading import load, parse_override
+from oneround.runs import Result
+from oneround.simulate import run
+from oneround.site import choose_device
+
+EXPERTS = {"fafi": "routed", "entropy-λ": "routed-entropy", "cross-entropy": "routed-ce"}
+ROUTED = ("routed", "routed posterior=typicality")
+ALONE = ("ridge", "iffi", "typicality-gated")
+
+
+def measure(cell: tuple[float, str, int], options: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
+    """One run, or None if the time is over before it is finished."""
+    alpha, experts, seed = cell
+    seeds = [(f"seeds.{kind}", seed) for kind in ("partition", "initialisation", "training")]
+    given = [
+        ("data.kind", options.data), ("local.data_path", options.data_dir), ("partition.alpha", alpha),
+        ("training.epochs", options.epochs), ("snapshots", max(1, options.epochs // 5)), ("local.checkpoint_seconds", 20.0),
+    ]  # fmt: skip
+    recipe = load(EXPERTS[experts], [*given, *seeds, *(parse_override(text) for text in options.sets)])
+    folder = options.runs / f"{options.data}-{experts}-{alpha}-{seed}"
+    try:
+        result = run(recipe, folder, resume=True, deadline=deadline)
+    except OutOfTime:
+        return None
+    return {
+        "alpha": alpha, "experts": experts, "partition": seed, "digest": result.partition, "rules": dict(result.rules),
+        "clients": dict(result.clients), "curves": {name: dict(curve) for name, curve in result.curves.items()},
+        "validation": {name: dict(curve) for name, curve in result.validation.items()},
+        "chosen": _chosen(result), "remarks": list(result.remarks),
+    }  # fmt: skip
+
+
+def _chosen(result: Result) -> dict[str, float]:
+    """Test accuracy of every rule at the snapshot that is best on validation images."""
+    return {rule: result.curves[rule][epoch] for rule, epoch in result.chosen.items()}
+
+
+def render(record: dict[str, Any]) -> str:
+    """The record as a page of Markdown."""
+    cells, where = record["cells"], record["environment"]
+    lines = [
+        f"# Experts routed by the ridge, on {record['data']}\n",
+        f"Test accuracy in % after {record['epochs']} local epochs, five clients, mean ± 95 % interval (each partition); differences are",
+        "paired, partition by partition, on the same uploads. A tenth of every client's images is held back to choose T, trust, β and η.\n",
+    ]
+    for alpha in dict.fromkeys(cell["alpha"] for cell in cells):
+        for experts in dict.fromkeys(cell["experts"] for cell in cells if cell["alpha"] == alpha):
+            mine = [cell for cell in cells if (cell["alpha"], cell["experts"]) == (alpha, experts)]
+            seeds = ", ".join(str(cell["partition"]) for cell in mine)
+            lines += [f"## α = {alpha}, experts: {experts}, partitions {seeds}\n", *_table(mine), ""]
+    lines += [
+        f"- device: {where['device']}; torch {where['packages']['torch']}; commits {', '.join(sorted({str(cell['commit']) for cell in cells}))}",
+        f"- command: `python benchmarks/routed.py {record['arguments']}`",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(cells: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| rule | accuracy | at the snapshot validation chose | "
+        + " | ".join(f"minus {rule}" for rule in ALONE)
+        + " |",
+        "|---|---|---|" + "---|" * len(ALONE),
+    ]
+    for rule in (*ROUTED, *ALONE):
+        values = [100 * cell["rules"][rule] for cell in cells]
+        row = [rule, _words(values), _words([100 * cell["chosen"][rule] for cell in cells])]
+        for base in ALONE:
+            theirs = [100 * cell["rules"][base] for cell in cells]
+            row.append(difference_in_words(paired(values, theirs)) if base != rule and len(values) > 1 else "")
+        lines.append("| " + " | ".join(row) + " |")
+    return lines
+
+
+def _words(values: list[float]) -> str:
+    found = Summary(tuple(values))
+    margin = f" ± {found.margin:.1f}" if found.margin is not None else ""
+    return f"{found.mean:.1f}{margin} ({' '.join(f'{value:.1f}' for value in values)})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="cifar10")
+    parser.add_argument("--data-dir")
+    parser.add_argument("--alphas", type=float, nargs="+", default=[0.05, 0.1, 0.5])
+    parser.add_argument("--experts", nargs="+", choices=EXPERTS, default=list(EXPERTS), metavar="NAME")
+    parser.add_argument("--partitions", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--epochs", type=int, default=50)
+    parser.add_argument("--minutes", type=float, default=600, help="stop after so long; what is done is kept")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
+    parser.add_argument("--runs", type=Path, default=Path("runs/routed"))
+    parser.add_argument("--out", type=Path, default=Path("results/cifar10_routed"))
+    parser.add_argument("--render", type=Path, metavar="RECORD.json", help="only make the page of a record again")
+    options = parser.parse_args()
+    if options.render:
+        options.render.with_suffix(".md").write_text(render(json.loads(options.render.read_text())))
+        return
+    deadline = time.time() + 60 * options.minutes
+    place = options.out.with_suffix(".json")
+    kept = json.loads(place.read_text())["cells"] if place.exists() else []
+    found = {(cell["alpha"], cell["experts"], cell["partition"]): cell for cell in kept}
+    here = environment(choose_device("auto"))
+    words = [f"--data {options.data}", f"--epochs {options.epochs}", *(f"--set {text}" for text in options.sets)]
+    cells = [(a, e, s) for e in options.experts for a in options.alphas for s in options.partitions]
+    for cell in cells:
+        if cell in found or time.time() >= deadline:
+            continue
+        done = measure(cell, options, deadline)
+        if done is None:
+            break
+        found[cell] = {**done, "commit": here["commit"]}
+        shown = ", ".join(f"{name} {100 * value:.1f}" for name, value in done["rules"].items())
+        print(f"α {cell[0]}, {cell[1]}, partition {cell[2]}: {shown}", flush=True)
+        record = {
+            "data": options.data, "epochs": options.epochs, "cells": list(found.values()), "environment": here,
+            "arguments": " ".join(words),
+        }  # fmt: skip
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps(record, ensure_ascii=False) + "\n")
+        options.out.with_suffix(".md").write_text(render(record))
+    print(f"{len(found)} of {len(cells)} runs; {options.out.with_suffix('.md')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Ridge regression on summed statistics: nothing is fused, the sums add up to the pooled answer.
+
+    W = (ΣG_k + λI)⁻¹ ΣM_k on centred features, G_k = Σφφᵀ, M_k = Σφyᵀ
+
+With one-hot targets and residual variance σ² a score v_c says −‖v − e_c‖²/2σ² of class c, so v/σ² are its logits; σ² and λ come
+from the sums too (generalised cross-validation). It reveals second moments of the features and class counts, or, under secure
+aggregation, only their total over all clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from oneround.fusion.rule import Rule, rules
+from oneround.models import Inference
+from oneround.models.linear import Linear
+from oneround.protocol import Broadcast, Upload
+from oneround.recipe import Federated, Positive
+from oneround.site import Site
+from oneround.sums import Moments, Solution, constants_of, features_of, solve, unpacked
+from oneround.sums.moments import exact
+from oneround.sums.solve import START
+
+
+@rules.register("ridge")
+class Ridge(Rule):
+    """A linear classifier of fixed features, from the clients' sums."""
+
+    reveals: ClassVar[str] = "second moments of fixed features of its images, features summed by class, class counts"
+    needs_network: ClassVar[bool] = False
+    needs_sums: ClassVar[bool] = True
+
+    penalty: Positive | None = None
+    """λ over the mean second moment; left out: chosen by generalised cross-validation from the sums alone."""
+    priors: Literal["data", "uniform"] = "data"
+    """Classes are as frequent as in the clients' data, or all alike."""
+    mirrored: bool = False
+    """Average the answers to an image and to its mirror image; without effect where features are the same for both."""
+
+    def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
+        total = added(uploads, broadcast, server.device)
+        solution = solve(total, self.penalty, copies_of(broadcast.recipe))
+        return self.model(solution, total.counts, broadcast).to(server.device)
+
+    def model(self, solution: Solution, counts: Tensor, broadcast: Broadcast) -> Linear:
+        """The classifier of a solution, on the CPU."""
+        sharpness = 1 / max(solution.noise, 1e-6)
+        bias = solution.bias * sharpness
+        if self.priors == "uniform":
+            bias = bias - torch.where(counts > 0, counts, counts.max()).log()  # a class nobody holds is not raised
+        constants = constants_of(broadcast.recipe, broadcast.shape, broadcast.extras)
+        features = features_of(broadcast.recipe, broadcast.shape, constants)
+        solved = {"centre": solution.centre, "weights": solution.weights * sharpness, "bias": bias}
+        solved = {name: value.float().contiguous() for name, value in solved.items()}
+        return Linear(features, constants, broadcast.shape, solved, self.mirrored)
+
+    def restore(
+        self, shards: Sequence[dict[str, Tensor]], recipe: Federated, channels: int, classes: int, streamed: bool
+    ) -> Inference:
+        return restored(shards[0], recipe, self.mirrored)
+
+
+def restored(tensors: dict[str, Tensor], recipe: Federated, mirrored: bool) -> Linear:
+    """A saved classifier again."""
+    constants = {
+        name.removeprefix("features."): value for name, value in tensors.items() if name.startswith("features.")
+    }
+    channels, height, width = tensors["shape"].tolist()
+    shape = (channels, height, width)
+    features = features_of(recipe, shape, constants)
+    return Linear(features, constants, shape, tensors, mirrored)
+
+
+def added(uploads: Sequence[Upload], broadcast: Broadcast, device: torch.device) -> Moments:
+    """The clients' sums, added one after another: two of them in memory, however many there are."""
+    size, classes = broadcast.sums["cross"][0]
+    where = exact(device)
+    total = Moments.zero(size, classes, where)
+    for upload in uploads:
+        total.include(unpacked(upload.sums, where))
+    return total
+
+
+def copies_of(recipe: Federated) -> int:
+    assert recipe.sums is not None
+    return recipe.sums.copies
+
+
+def alone(upload: Upload, broadcast: Broadcast, device: torch.device) -> Linear:
+    """A client's own classifier, from its sums alone, at the penalty the search starts from."""
+    moments = unpacked(upload.sums, exact(device))
+    solution = solve(moments, START, copies_of(broadcast.recipe))
+    return Ridge().model(solution, moments.counts, broadcast)

@@ -1,0 +1,40 @@
+"""The other thing that happens at a site: one pass that sums fixed features. It is kept, so a later snapshot need not repeat it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from oneround import sums
+from oneround.errors import ProtocolError
+from oneround.protocol import Broadcast, blob
+from oneround.protocol.model import preprocessing
+from oneround.site import Site
+
+
+def of_site(broadcast: Broadcast, site: Site, told: Callable[[int], None] = lambda done: None) -> dict[str, Tensor]:
+    """The sums a recipe asks for, packed as an upload carries them; none where it asks for none."""
+    recipe = broadcast.recipe
+    if recipe.sums is None:
+        return {}
+    assert site.data is not None
+    kept = site.folder / "sums" / "kept.safetensors" if site.folder and recipe.training.epochs > 1 else None
+    said = {"client": site.name, "recipe_digest": broadcast.digest}
+    if kept is not None and kept.is_file():
+        try:
+            manifest, tensors = blob.read(kept, "sums")
+            if said.items() <= manifest.items():
+                return tensors
+        except ProtocolError:
+            pass  # damaged: summed again
+    constants = sums.constants_of(recipe, broadcast.shape, broadcast.extras)
+    features = sums.features_of(recipe, broadcast.shape, constants).to(site.device)
+    gathered = sums.gather(
+        features, site.data.to(site.device), broadcast.classes, *preprocessing(recipe),
+        mirrored=recipe.sums.mirror == "copies", told=told,
+    )  # fmt: skip
+    found = sums.packed(gathered, recipe.sums)
+    if kept is not None:
+        blob.write_durably(kept, blob.pack("sums", found, said), flush=False)
+    return found

@@ -1,0 +1,122 @@
+"""Ridge-routed experts: the formula, the choice on validation images, and that a weak partner is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from oneround import acts
+from oneround.data import Dataset, Images
+from oneround.evaluate import score_model, score_uploads
+from oneround.fusion import rules
+from oneround.fusion.routed import DEFAULTS, Routed, RoutedEnsemble
+from oneround.models.prototype import filled
+from oneround.protocol import Broadcast, GlobalModel, Upload
+from oneround.recipe import Local, Recipe
+from oneround.site import Site
+
+Federation = tuple[Recipe, Broadcast, list[Upload]]
+CPU = Local(device="cpu")
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def held(digits: Dataset) -> Images:
+    """To choose by: test images that the tests below do not score on."""
+    return digits.test.take(np.arange(0, 200))
+
+
+@pytest.fixture(scope="module")
+def scored(digits: Dataset) -> Images:
+    return digits.test.take(np.arange(200, len(digits.test)))
+
+
+def fused(federation: Federation, uploads: Sequence[Upload], held: Images | None, **options: object) -> GlobalModel:
+    server = Site("server", local=CPU, validation=held)
+    return acts.fuse(uploads, federation[1], server, rules.parse({"kind": "routed", **options}))
+
+
+def accuracy(model: GlobalModel, images: Images) -> float:
+    return score_model(model, images, torch.device("cpu")).accuracy
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.3, "trust": 2.0, "eta": 0.7}, {"trust": 0.0, "eta": 0.0}])
+def test_the_score_is_its_formula(federation: Federation, digits: Dataset, options: dict[str, float]) -> None:
+    _, broadcast, uploads = federation
+    pixels = digits.test.pixels[:40]
+    with torch.no_grad():
+        ridge = softmax(acts.fuse(uploads, broadcast, rule=rules.parse("ridge"))(pixels.float() / 255).double().numpy())
+        found = softmax(fused(federation, uploads, None, **options)(pixels.float() / 255).double().numpy())
+    counts = np.stack([upload.class_counts.numpy() for upload in uploads])
+    trusted = ridge ** options["trust"]
+    trusted /= trusted.sum(1, keepdims=True)
+    answer = 0
+    for upload, held in zip(uploads, counts, strict=True):
+        net = filled(broadcast.recipe.model.encoder, 1, 10, upload.weights).double().eval()
+        with torch.no_grad():
+            logits = net((pixels.double() / 255 - 0.5) / 0.5).numpy()
+        asked = trusted @ (held / counts.sum(0))
+        answer = answer + asked[:, None] * softmax(logits / options.get("temperature", DEFAULTS.temperature))
+    wanted = ridge ** options["eta"] * answer
+    assert np.abs(found - wanted / wanted.sum(1, keepdims=True)).max() < 1e-4
+
+
+def test_with_typicality_and_no_trust_it_is_the_typicality_gate_up_to_how_clients_are_weighed(
+    federation: Federation, digits: Dataset
+) -> None:
+    """Clients of the same size that hold all classes alike are asked alike: then both rules are one."""
+    _, broadcast, uploads = federation
+    alike = [replace(upload, class_counts=torch.full((10,), 30)) for upload in uploads]
+    images = digits.test.pixels[:60].float() / 255
+    with torch.no_grad():
+        one = fused(federation, alike, None, posterior="typicality", trust=0.0, eta=0.0, beta=1.0)(images).softmax(1)
+        other = acts.fuse(alike, broadcast, rule=rules.parse("typicality-gated"))(images).softmax(1)
+    assert float((one - other).abs().max()) < 1e-4
+
+
+def test_validation_images_choose(federation: Federation, held: Images, scored: Images) -> None:
+    uploads = federation[2]
+    chosen, default = fused(federation, uploads, held), fused(federation, uploads, None)
+    assert isinstance(chosen.inference, RoutedEnsemble) and isinstance(default.inference, RoutedEnsemble)
+    assert default.inference.rule.setting == DEFAULTS != chosen.inference.rule.setting
+    assert accuracy(chosen, held) >= accuracy(default, held)
+    pinned = fused(federation, uploads, held, eta=0.25)
+    assert isinstance(pinned.inference, RoutedEnsemble) and pinned.inference.rule.setting.eta == 0.25
+    scores, _ = score_uploads(
+        {"routed": Routed()}, uploads, federation[1], scored, Site("server", local=CPU, validation=held)
+    )
+    assert scores["routed"].accuracy == accuracy(chosen, scored)
+
+
+def test_experts_that_know_nothing_leave_the_ridge(federation: Federation, held: Images, scored: Images) -> None:
+    _, broadcast, uploads = federation
+    ridge = accuracy(acts.fuse(uploads, broadcast, rule=rules.parse("ridge")), scored)
+    random = torch.Generator().manual_seed(0)
+    lost = [
+        replace(
+            u, weights={**u.weights, "prototypes": 30 * torch.randn(u.weights["prototypes"].shape, generator=random)}
+        )
+        for u in uploads
+    ]
+    assert accuracy(fused(federation, lost, None), scored) < ridge - 0.05, "without a choice they do harm"
+    assert accuracy(fused(federation, lost, held), scored) >= ridge - 0.01
+
+
+def test_a_ridge_that_knows_nothing_leaves_the_experts(federation: Federation, held: Images, scored: Images) -> None:
+    _, _, uploads = federation
+    random = torch.Generator().manual_seed(0)
+    lost = []
+    for upload in uploads:
+        order = torch.randperm(96, generator=random)
+        lost.append(replace(upload, sums={**upload.sums, "cross": 50 * upload.sums["cross"][order]}))
+    experts = accuracy(fused(federation, uploads, None, trust=0.0, eta=0.0), scored)
+    assert accuracy(fused(federation, lost, None, trust=1.0, eta=2.0), scored) < experts - 0.05
+    assert accuracy(fused(federation, lost, held), scored) >= experts - 0.02
