@@ -20,12 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-WIDE = 6696  # features whose triangle in fp32 is just below 90 MB
+WIDE = 6688  # features whose sums in fp32 are just below 90 MB
 DESIGNS: dict[str, dict[str, Any]] = {
     "D 1200": {"features.size": 1200},
     "D 2400": {"features.size": 2400},
     "D 4800": {"features.size": 4800},
-    "D 6696": {"features.size": WIDE},
+    "D 6688": {"features.size": WIDE},
     "D 9400": {"features.size": 9400, "precision": "fp16"},
     "D 9600": {"features.size": 9600},
     "no mirror": {"features.size": WIDE, "mirror": "none"},
@@ -34,8 +34,8 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "two layers, 64 maps": {"features.size": WIDE, "features.layers": 2, "features.maps": 64},
     "two layers, fp16": {"features.size": 9400, "features.layers": 2, "features.maps": 64, "precision": "fp16"},
     "grid 1": {"features.size": WIDE, "features.grid": 1},
-    "grid 3": {"features.size": 6696 // 18 * 18, "features.grid": 3},
-    "grid 4": {"features.size": 6688, "features.grid": 4},
+    "grid 3": {"features.size": WIDE // 18 * 18, "features.grid": 3},
+    "grid 4": {"features.size": WIDE, "features.grid": 4},
     "patch 5": {"features.size": WIDE, "features.patch": 5},
     "patch 7": {"features.size": WIDE, "features.patch": 7},
     "patch 8": {"features.size": WIDE, "features.patch": 8},
@@ -150,11 +150,10 @@ def render(record: dict[str, Any]) -> str:
         "| design | D | up, MB | validation | test | images/s | host peak, GB | device peak, GB |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name in (name for name in DESIGNS if name in record["designs"]):
-        cell = record["designs"][name]
+    for name, cell in record["designs"].items():
         peak = [cell["host_peak_bytes"], cell["device_peak_bytes"]]
         for how, found in cell["accuracy"].items():
-            first = how in ("fp32", DESIGNS[name].get("precision"))
+            first = how in ("fp32", cell["design"].get("precision"))
             row = [name if first else f"… {how}", f"{cell['size']:,}", f"{found['bytes'] / 1e6:.1f}"]
             row += [f"{100 * found[place]:.2f}" for place in ("validation", "test")]
             row += [f"{cell['images_per_second']:,.0f}", *(f"{each / 1e9:.1f}" if each else "–" for each in peak)]
@@ -168,9 +167,10 @@ def render(record: dict[str, Any]) -> str:
     if fitting:
         (name, how), best = max(fitting.items(), key=lambda item: item[1]["validation"])
         lines.append(
-            f"\nChosen on validation images among uploads of at most 90 MB: {name} ({how}), {100 * best['test']:.2f} % on test images.\n"
+            f"\nChosen on validation images among uploads of at most 90 MB: {name} ({how}), {100 * best['test']:.2f} % on test images."
         )
     lines += [
+        "",
         f"- device: {where['device']}; torch {where['packages']['torch']}; commits {', '.join(sorted({str(cell['commit']) for cell in record['designs'].values()}))}",
         f"- command: `python benchmarks/ridge.py {record['arguments']}`",
     ]
@@ -203,11 +203,9 @@ def main() -> None:
     place = options.out.with_suffix(".json")
     known: dict[str, Any] = json.loads(place.read_text()) if place.exists() else {"designs": {}}
     here = environment(choose_device(options.device))
-    words = [
-        f"--data {options.data}",
-        *([f"--samples {options.samples}"] if options.samples else []),
-        *(["--quick"] if options.quick else []),
-    ]
+    words = [f"--data {options.data}", f"--device {options.device}", *(["--quick"] if options.quick else [])]
+    words += [f"--samples {options.samples}"] if options.samples else []
+    words += ["--designs", *map(repr, options.designs)] if options.designs != list(DESIGNS) else []
     record = {
         "data": options.data, "note": f", {options.samples:,} images of a client at most" if options.samples else "",
         "designs": known["designs"], "environment": here, "arguments": " ".join(words),
