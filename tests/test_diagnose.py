@@ -134,7 +134,7 @@ def test_a_learned_weight_that_stays_in_range_is_no_finding(steady: Ran) -> None
 
 
 def test_an_exploding_weight_is_told_with_client_epoch_and_threshold(exploded: Ran) -> None:
-    raw, effective = exploded.series("lambda_raw"), exploded.series("lambda_effective")
+    raw, effective = exploded.series("lambda_raw"), exploded.series("lambda_applied")
     wanted = {}
     for client, values in raw.items():
         limit = min(1000.0, max(50.0, 100 * min(values[epoch] for epoch in (1, 2, 3))))
@@ -158,7 +158,7 @@ def test_an_exploding_weight_is_told_with_client_epoch_and_threshold(exploded: R
 
 
 def test_alignment_that_outweighs_the_base_loss_is_told(exploded: Ran) -> None:
-    base, align, weight = (exploded.series(key) for key in ("base", "align", "lambda_effective"))
+    base, align, weight = (exploded.series(key) for key in ("base", "align", "lambda_applied"))
     wanted = {}
     for client in base:
         over = [weight[client][epoch] * align[client][epoch] > base[client][epoch] for epoch in range(1, 11)]
@@ -460,7 +460,7 @@ def test_the_peak_is_sought_on_validation_data_where_there_is_some() -> None:
     assert findings(run) == []
     (found,) = findings(Run(run.recipe, curves={"iffi": rising}, validation={"iffi": {3: 0.7, 6: 0.8, 9: 0.6}}))
     assert found.rule == "past-its-peak" and found.value == pytest.approx(20)
-    assert "at epoch 6 " in found.evidence and "on validation data" in found.evidence and "epoch 6" in found.advice
+    assert "at epoch 6 " in found.evidence and "on validation data" in found.evidence and "--epochs 6" in found.advice
 
 
 def test_of_equal_peaks_the_earliest_is_told() -> None:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -360,6 +360,11 @@ def _mislabelled(recipe: Recipe, data: Dataset, split: Split) -> Dataset:
     return replace(data, train=Images(data.train.pixels, torch.from_numpy(wrong)))
 
 
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
 @dataclass(frozen=True)
 class Result:
     """What a run found."""
@@ -375,6 +380,8 @@ class Result:
     """The same on images held back to choose by; empty where none are."""
     partition: str
     remarks: tuple[str, ...]
+    personalised: Mapping[str, float] = field(default_factory=dict)
+    """Accuracy on each client's own mix of classes, mean over clients: of rules, of clients alone, of personal models."""
 
     @staticmethod
     def read(folder: Path) -> Result:
@@ -391,7 +398,9 @@ class Result:
                     validation.setdefault(event["rule"], {})[event["epoch"]] = event["validation"]
         rules = {name: score["accuracy"] for name, score in told["rules"].items()}
         clients = {name: score["accuracy"] for name, score in told["clients"].items()}
-        return Result(folder, rules, clients, curves, validation, told["partition"], tuple(told["remarks"]))
+        personal = {name: _mean(by.values()) for name, by in told.get("personalised", {}).items()}
+        known = {name: value for name, value in personal.items() if value is not None}
+        return Result(folder, rules, clients, curves, validation, told["partition"], tuple(told["remarks"]), known)
 
     @property
     def chosen(self) -> dict[str, int]:

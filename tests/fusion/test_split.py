@@ -106,10 +106,11 @@ def test_statistics_measured_anew_are_those_of_the_images(
 
 def test_a_run_is_judged_globally_and_on_every_clients_own_mix(digits: Dataset, tmp_path: Path) -> None:
     recipe = small_recipe("split", training__epochs=3, snapshots=0, local__workers=1, partition__alpha=0.3)
-    run(recipe, tmp_path / "run", data=digits)
+    result = run(recipe, tmp_path / "run", data=digits)
     told = json.loads((tmp_path / "run" / "result.json").read_text())
     split = next(iter(told["rules"]))
     assert set(told["personalised"]) == {*told["rules"], "alone", f"{split}, personal"}
+    assert result.personalised["alone"] == pytest.approx(np.mean(list(told["personalised"]["alone"].values())))
     uploads = RunFolder(tmp_path / "run").uploads()
     personal = dict(rules.of(recipe.fusion[0]).personal(uploads, uploads.broadcast, Site("server")))
     for upload in uploads:

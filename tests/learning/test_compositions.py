@@ -98,7 +98,7 @@ def composed(choice: dict[str, Any]) -> Recipe:
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(choice=compositions())
 def test_what_the_recipe_accepts_trains_and_the_rest_is_refused_with_a_reason(

@@ -14,7 +14,7 @@ from oneround import acts
 from oneround.data import Dataset, Images
 from oneround.errors import RecipeError
 from oneround.learning import Batch
-from oneround.learning.objective import Features, stage_of
+from oneround.learning.objective import Features, stage_of, terms
 from oneround.protocol import Broadcast, Upload, blob
 from oneround.reading import load, presets
 from oneround.runs import Plan
@@ -220,13 +220,13 @@ def test_contrast_with_a_bank_is_its_formula(same_class: str) -> None:
     y, v = torch.randint(0, 3, (12,), generator=random), torch.randint(0, 3, (9,), generator=random)
     rows = []
     for i in range(12):
-        terms = [(float(z[i] @ z[j]) / 0.1, bool(y[i] == y[j])) for j in range(12) if j != i]
+        compared = [(float(z[i] @ z[j]) / 0.1, bool(y[i] == y[j])) for j in range(12) if j != i]
         for j in range(9):
             mine = bool(y[i] == v[j])
             if not (mine and same_class == "ignored"):
-                terms.append((float(z[i] @ u[j]) / 0.1, mine and same_class == "positives"))
-        below = np.log(sum(np.exp(s) for s, _ in terms))
-        positives = [s - below for s, positive in terms if positive]
+                compared.append((float(z[i] @ u[j]) / 0.1, mine and same_class == "positives"))
+        below = np.log(sum(np.exp(s) for s, _ in compared))
+        positives = [s - below for s, positive in compared if positive]
         rows += [-sum(positives) / len(positives)] if positives else []
     term = terms.parse({"kind": "bank-contrastive", "temperature": 0.1, "same_class": same_class})
     found = term.loss(Batch(z, y, torch.eye(3), bank=Features(u, v)))

@@ -118,6 +118,9 @@ def run(
         result = simulate(resolved, folder, resume=resume, emit=watch(folder, tell, live.emit))
     out.print()
     out.print(score_table(result.rules, result.clients))
+    mixes = ", ".join(f"{name} {100 * value:.1f}" for name, value in result.personalised.items())
+    if mixes:
+        out.print(f"on each client's own mix of classes, mean: {mixes}", highlight=False)
     for rule, epoch in result.chosen.items():
         shown = f"{100 * result.curves[rule][epoch]:.2f} % (on validation {100 * result.validation[rule][epoch]:.2f} %)"
         out.print(f"chosen on validation data: {rule} at epoch {epoch}, {shown}", highlight=False)

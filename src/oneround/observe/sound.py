@@ -48,7 +48,7 @@ def fault_of_result(told: Mapping[str, Any]) -> str | None:
     """What is wrong with a result, in words."""
     if not isinstance(told["partition"], str) or not isinstance(told["remarks"], list):
         return "its partition must be text and its remarks a list"
-    if not isinstance(told["uploads"], dict) or not told["rules"]:
+    if not isinstance(told["uploads"], dict) or (told["clients"] and not told["rules"]):
         return "no rules, or uploads that are no mapping"
     for key in ("rules", "clients"):
         if not isinstance(told[key], dict):
