@@ -102,7 +102,11 @@ def find_runs(paths: Iterable[Path]) -> list[Run]:
             if not (folder / "recipe.yaml").is_file():
                 log.warning("%s: left out, there is no recipe.yaml beside it", result)
             elif folder.resolve() not in found:
-                found[folder.resolve()] = _read_folder(folder)
+                run = _read_folder(folder)
+                if run.result.rules:
+                    found[folder.resolve()] = run
+                else:
+                    log.warning("%s: left out, nothing was scored (no test images)", result)
     if not found:
         raise RecipeError(f"no finished run in {', '.join(map(str, paths))} (a run folder has a result.json)")
     once: dict[str, Run] = {}
