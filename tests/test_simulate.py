@@ -197,6 +197,9 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         env=environment,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a test run in the background hands down "ignored"
     )
 
 
@@ -450,9 +453,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def test_memory_does_not_grow_with_the_number_of_clients(tmp_path: Path) -> None:
-    """Twenty more clients may cost less than a tenth of twenty networks (the full size is in benchmarks/memory.py)."""
+    """Twelve more clients may cost less than a tenth of twelve networks (the full size is in benchmarks/memory.py)."""
     peaks = {}
-    for clients in (4, 24):
+    for clients in (3, 15):
         told = subprocess.run(
             [sys.executable, "-c", MEASURE, str(clients), str(tmp_path / str(clients))],
             capture_output=True,
@@ -461,11 +464,11 @@ def test_memory_does_not_grow_with_the_number_of_clients(tmp_path: Path) -> None
         )
         peaks[clients] = int(told.stdout.split()[-1])
     network = sum(
-        t.numel() * t.element_size() for t in Broadcast.read(tmp_path / "4" / "broadcast.safetensors").weights.values()
+        t.numel() * t.element_size() for t in Broadcast.read(tmp_path / "3" / "broadcast.safetensors").weights.values()
     )
     assert network > 44e6
-    assert len(list((tmp_path / "24" / "uploads").iterdir())) == 24
-    assert peaks[24] - peaks[4] < 0.1 * 20 * network, {k: f"{v / 1e6:.0f} MB" for k, v in peaks.items()}
+    assert len(list((tmp_path / "15" / "uploads").iterdir())) == 15
+    assert peaks[15] - peaks[3] < 0.1 * 12 * network, {k: f"{v / 1e6:.0f} MB" for k, v in peaks.items()}
 
 
 def test_how_many_at_once() -> None:

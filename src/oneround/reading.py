@@ -6,10 +6,12 @@ then `--set a.b=c`. The resolved recipe is saved with every run and runs again a
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,6 +87,11 @@ _METHODS = Path(__file__).parent / "methods"
 
 def presets() -> dict[str, dict[str, Any]]:
     """Every preset by name: its `about` block (alias, idea, formula) and what it says of the recipe."""
+    return copy.deepcopy(_read_presets())
+
+
+@cache
+def _read_presets() -> dict[str, dict[str, Any]]:
     found = {}
     for path in sorted(_METHODS.glob("*.yaml")):
         found[path.stem] = read_yaml(path.read_text(encoding="utf-8"), path.name)
