@@ -2,6 +2,7 @@
 
     python benchmarks/encodings.py --out results/digits_encodings
     python benchmarks/encodings.py --data cifar10 --data-dir DATA --epochs 50 --model resnet18 --batch-size 512 --out results/cifar10_encodings
+    python benchmarks/encodings.py --runs RUN... --data-dir DATA --out results/cifar10_encodings       # uploads that are there already
 
 Every client trains once; its upload is then packed and read under each encoding and scored by every rule. The cost is the mean
 over partitions of the accuracy under an encoding minus that under fp32, in points.
@@ -21,6 +22,7 @@ from oneround.data import Dataset, load_dataset
 from oneround.evaluate import score_uploads
 from oneround.observe.environment import environment
 from oneround.protocol import Broadcast, Upload, UploadFolder
+from oneround.protocol.messages import sums_bytes
 from oneround.reading import change, load
 from oneround.recipe import Recipe
 from oneround.runs import RunFolder
@@ -28,6 +30,7 @@ from oneround.simulate import run
 from oneround.site import Site
 
 ENCODINGS = ("fp32", "fp16", "int8")
+Measured = dict[str, dict[str, object]]
 
 
 def main() -> None:
@@ -41,8 +44,33 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=5)
     parser.add_argument("--alpha", type=float, default=0.05)
     parser.add_argument("--partitions", type=int, default=5)
+    parser.add_argument(
+        "--runs", type=Path, nargs="+", metavar="RUN", help="score the uploads of these finished runs; train nothing"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.runs:
+        recipes = [
+            change(load(str(run / "recipe.yaml"), []), {"local.data_path": options.data_dir}) for run in options.runs
+        ]
+        recipe, data = recipes[0], load_dataset(recipes[0].data, options.data_dir)
+        described = {
+            "preset": recipe.method, "data": recipe.data.kind, "model": recipe.model.encoder.kind, "clients": recipe.partition.clients,
+            "alpha": recipe.partition.alpha, "epochs": recipe.training.epochs, "partitions": len(recipes),
+        }  # fmt: skip
+        measured = [scored(run, one, data) for run, one in zip(options.runs, recipes, strict=True)]
+    else:
+        recipe, described, measured = trained(options)
+    figures = summary(measured, described, recipe)
+    text = table(figures)
+    print(text)
+    if options.out:
+        options.out.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
+        options.out.with_suffix(".md").write_text(text + "\n")
+
+
+def trained(options: argparse.Namespace) -> tuple[Recipe, dict[str, object], list[Measured]]:
+    """Train on every partition and score; the recipe, how it is described, and what was measured."""
     given = {
         "data.kind": options.data, "local.data_path": options.data_dir, "model.encoder.kind": options.model, "snapshots": 0,
         "training.batch_size": options.batch_size, "training.epochs": options.epochs,
@@ -52,6 +80,15 @@ def main() -> None:
     data = load_dataset(recipe.data, recipe.local.data_path)
     seeds = range(1, options.partitions + 1)
     measured = [measure(change(recipe, {"seeds.partition": seed}), data) for seed in seeds]
+    return (
+        recipe,
+        {key: value for key, value in vars(options).items() if key not in ("data_dir", "out", "runs")},
+        measured,
+    )
+
+
+def summary(measured: list[Measured], described: dict[str, object], recipe: Recipe) -> dict[str, object]:
+    """Cost of every encoding under every rule, in points, partition by partition."""
     rules = list(measured[0]["fp32"]["accuracy"])
     cost = {
         encoding: {
@@ -61,25 +98,26 @@ def main() -> None:
         for encoding in ENCODINGS[1:]
     }
     sizes = {encoding: measured[0][encoding]["bytes"] for encoding in ENCODINGS}
-    figures = {
-        "settings": {key: str(value) for key, value in vars(options).items() if key not in ("data_dir", "out")},
+    return {
+        "settings": {key: str(value) for key, value in described.items()},
         "bytes": sizes, "share_of_fp32": {encoding: sizes[encoding] / sizes["fp32"] for encoding in ENCODINGS},
         "cost_in_points": cost, "measured": measured, "environment": environment(Site("", local=recipe.local).device),
     }  # fmt: skip
-    text = table(figures, rules)
-    print(text)
-    if options.out:
-        options.out.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
-        options.out.with_suffix(".md").write_text(text + "\n")
 
 
-def measure(recipe: Recipe, data: Dataset) -> dict[str, dict[str, object]]:
+def measure(recipe: Recipe, data: Dataset) -> Measured:
     """Accuracy of every rule and bytes of an upload's tensors under every encoding, for one partition."""
     with tempfile.TemporaryDirectory() as folder:
         run(recipe, Path(folder) / "run", data=data)
-        place = RunFolder(Path(folder) / "run")
-        trained, broadcast = list(place.uploads()), Broadcast.read(place.broadcast)
-        site = Site("server", local=recipe.local)
+        return scored(Path(folder) / "run", recipe, data)
+
+
+def scored(done: Path, recipe: Recipe, data: Dataset) -> Measured:
+    """The same of a finished run."""
+    place = RunFolder(done)
+    trained, broadcast = list(place.uploads()), Broadcast.read(place.broadcast)
+    site = Site("server", local=recipe.local)
+    with tempfile.TemporaryDirectory() as folder:
         return {encoding: encoded(trained, broadcast, encoding, data, site, Path(folder)) for encoding in ENCODINGS}
 
 
@@ -97,15 +135,19 @@ def encoded(
     uploads = UploadFolder(paths, asked, acts.statistics_of(asked))
     rules = {rule.label: rule for rule in acts.rules_of(federated)}
     scores, _ = score_uploads(rules, uploads, asked, data.test, site)
-    return {"accuracy": {name: score.accuracy for name, score in scores.items()}, "bytes": uploads[0].size}
+    return {
+        "accuracy": {name: score.accuracy for name, score in scores.items()},
+        "bytes": uploads[0].size - sums_bytes(asked.sums),
+    }
 
 
-def table(figures: dict[str, object], rules: list[str]) -> str:
+def table(figures: dict[str, object]) -> str:
     """Points lost (−) or won per rule: mean over partitions, and the worst of them."""
     settings, cost = figures["settings"], figures["cost_in_points"]
+    rules = list(cost["fp16"])
     lines = [
         f"{settings['preset']} on {settings['data']}, {settings['model']}, {settings['clients']} clients, α = {settings['alpha']}, "
-        f"{settings['epochs']} epochs, {settings['partitions']} partitions; an upload's tensors are "
+        f"{settings['epochs']} epochs, {settings['partitions']} partitions; the tensors of an upload's network are "
         + ", ".join(f"{size:,} bytes in {name}" for name, size in figures["bytes"].items()),
         "",
         "| encoding | bytes / fp32 | " + " | ".join(rules) + " |",
