@@ -10,9 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -24,7 +22,7 @@ from oneround.learning import Emit, Learner, silent, summing
 from oneround.learning.anchors import anchors
 from oneround.learning.bank import make_bank, unit_features
 from oneround.learning.reference import make_reference
-from oneround.models import PrototypeNet, initialise
+from oneround.models import Single, initialise
 from oneround.models.features import FrozenEncoder, features
 from oneround.models.prototype import build, on_cpu
 from oneround.protocol import Broadcast, GlobalModel, Upload
@@ -32,8 +30,10 @@ from oneround.protocol.encoding import as_received, as_sent, bytes_of, layout_of
 from oneround.protocol.messages import Shapes, size_of, sums_bytes
 from oneround.protocol.model import preprocessing
 from oneround.protocol.reveal import told_counts, told_history
+from oneround.protocol.start import start_from
 from oneround.reading import change
 from oneround.recipe import Federated, Local, Recipe
+from oneround.seeds import generator
 from oneround.site import Site
 
 
@@ -65,9 +65,10 @@ def prepare(
     if not recipe.trains:
         return Broadcast(recipe.federated, class_names, shape, {}, extras)
     assert recipe.model.encoder is not None, "settle the recipe first"
-    net = initialise(recipe.model.encoder, shape[0], len(class_names), recipe.seeds.initialisation)
+    model, seed = recipe.model, recipe.seeds.initialisation
+    net = initialise(recipe.model.encoder, shape[0], len(class_names), seed, model.head)
     if recipe.local.initial_weights:
-        _start_from(recipe.local.initial_weights, net, "initial_weights")
+        start_from(recipe.local.initial_weights, net, "initial_weights")
     broadcast = Broadcast(recipe.federated, class_names, shape, net.weights())
     if recipe.alignment is not None:
         maker = anchors.of(recipe.alignment.anchors)
@@ -84,7 +85,7 @@ def _features(recipe: Recipe, shape: tuple[int, int, int], server: Site | None) 
     part, seed = features.of(recipe.sums.features), recipe.seeds.initialisation
     if isinstance(part, FrozenEncoder) and recipe.local.frozen_encoder is not None:
         net = initialise(part.encoder, shape[0], 2, seed)
-        _start_from(recipe.local.frozen_encoder, net, "frozen_encoder")
+        start_from(recipe.local.frozen_encoder, net, "frozen_encoder")
         return sums.announce(part, {name: on_cpu(value) for name, value in net.encoder.state_dict().items()})
     public = None
     if part.needs_public:
@@ -115,7 +116,7 @@ def traffic(recipe: Federated, classes: int, shape: tuple[int, int, int], public
         return Traffic(sum(int(torch.Size(each).numel()) for each, _ in asked.values()), carried, summed)
     assert recipe.model.encoder is not None, "settle the recipe first"
     with torch.device("meta"):
-        net = build(recipe.model.encoder, shape[0], classes)
+        net = build(recipe.model.encoder, shape[0], classes, recipe.model.head)
     network, width = size_of(net.state_dict()), net.encoder.features
     extras = 4 * classes * width if recipe.alignment else 0
     if recipe.bank is not None:
@@ -134,8 +135,8 @@ def train(broadcast: Broadcast, site: Site, until: int | None = None, emit: Emit
         return _sum_only(broadcast, site, emit)
     with site.arithmetic(sum(tensor.numel() for tensor in broadcast.weights.values())):
         learner = Learner(broadcast, site, emit)
-        learner.train(broadcast.recipe.training.epochs if until is None else until)
-        if learner.stopped and learner.epoch == 0:
+        learner.train(broadcast.last_epoch if until is None else until)
+        if learner.stopped and learner.epoch == broadcast.first_epoch:
             raise RunError(learner.stopped)
         recipe, encoding = broadcast.recipe, broadcast.recipe.upload.encoding
         return Upload(
@@ -178,6 +179,20 @@ def fuse(
     chosen = rule or rules_of(broadcast.recipe)[0]
     server = site or Site("server", local=Local(device="cpu"))
     return GlobalModel.of(chosen.fuse(uploads, broadcast, server), chosen, broadcast)
+
+
+def advance(model: GlobalModel, broadcast: Broadcast) -> Broadcast:
+    """Server: what the next round begins with, the network that the recipe's first rule made of this one's uploads."""
+    assert isinstance(model.inference, Single), "the recipe allows several rounds only with rules that make one network"
+    return replace(broadcast, weights=model.inference.net.weights(), round=broadcast.round + 1)
+
+
+def participants(recipe: Federated, clients: Sequence[str], number: int) -> list[str]:
+    """Who of these takes part in a round: a share of them, drawn anew every round, in the order given."""
+    who = recipe.participation
+    wanted = min(len(clients), max(who.minimum, round(who.fraction * len(clients))))
+    order = torch.randperm(len(clients), generator=generator(recipe.seeds.training, number, "participants"))
+    return [clients[at] for at in sorted(order[:wanted].tolist())] if recipe.rounds > 1 else list(clients)
 
 
 def rules_of(recipe: Federated) -> list[Rule]:
@@ -224,29 +239,3 @@ def _measure(learner: Learner, broadcast: Broadcast) -> dict[str, Tensor]:
         measured |= rule.measure(unit, labels, broadcast.classes)
         measured |= rule.judge(held @ learner.net.prototypes.T, asked.to(site.device), broadcast.classes)
     return {name: value.float().cpu().contiguous() for name, value in measured.items()}
-
-
-def _start_from(path: Path, net: PrototypeNet, key: str) -> None:
-    """Fill the network from a safetensors file: a whole network, or an encoder alone (with or without `encoder.`)."""
-    try:
-        given = safetensors.torch.load(path.read_bytes())
-    except Exception as error:  # the library raises several kinds
-        raise ProtocolError(f"local.{key} = {path}: not a readable safetensors file ({error})") from None
-    given = {
-        name.removeprefix("weights."): value for name, value in given.items() if not name.startswith("statistics.")
-    }
-    if not any(name.startswith("encoder.") for name in given):
-        given = {name if name == "prototypes" else f"encoder.{name}": value for name, value in given.items()}
-    wanted = net.state_dict()
-    for name in sorted(given.keys() | {name for name in wanted if name != "prototypes"}):
-        if name not in given or name not in wanted:
-            raise ProtocolError(
-                f"local.{key} = {path}: tensor {name} is {'missing' if name in wanted else 'not part of this encoder'}"
-            )
-        if given[name].shape != wanted[name].shape:
-            raise ProtocolError(
-                f"local.{key} = {path}: {name} is {tuple(given[name].shape)}, this encoder has {tuple(wanted[name].shape)}"
-            )
-        if given[name].is_floating_point() and not torch.isfinite(given[name]).all():
-            raise ProtocolError(f"local.{key} = {path}: {name} holds values that are not finite")
-    net.load_state_dict(given, strict=False)

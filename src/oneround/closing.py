@@ -12,6 +12,7 @@ from typing import Any
 from oneround import acts
 from oneround.data import Images
 from oneround.evaluate import Score, score_personal
+from oneround.models import Single
 from oneround.observe import pictures
 from oneround.protocol import GlobalModel, Upload, UploadFolder, blob
 from oneround.runs import Result, RunFolder
@@ -39,10 +40,16 @@ def record(
     scores: Mapping[str, Score],
     alone: Mapping[str, Score],
     held: Mapping[str, Score],
+    made: Mapping[str, GlobalModel],
     seconds: float,
+    elapsed: float,
 ) -> list[dict[str, Any]]:
-    """Log what the clients measured in these epochs, then the snapshot at the end of the last; `held`: on validation images."""
+    """Log what the clients measured in these epochs, then the snapshot at the end of the last.
+
+    `held`: scores on validation images; `made`: models of rules that make one network; `seconds`: of scoring.
+    """
     stop = epochs[-1]
+    times = {"seconds": seconds, "elapsed": elapsed}
     events: list[dict[str, Any]] = []
     for path in uploads.paths:
         manifest = blob.peek(path, "upload")
@@ -55,10 +62,12 @@ def record(
         {"event": "client", "epoch": stop, "client": name, "accuracy": score.accuracy} for name, score in alone.items()
     ]
     events += [
-        {"event": "snapshot", "epoch": stop, "rule": name, "accuracy": score.accuracy, "seconds": seconds}
+        {"event": "snapshot", "epoch": stop, "rule": name, **score.short(), **times}
         | ({"validation": held[name].accuracy} if name in held else {})
         for name, score in scores.items()
     ]
+    told = {name: model.inference.told for name, model in made.items() if isinstance(model.inference, Single)}
+    events += [{"event": "fusion", "epoch": stop, "rule": name, **each} for name, each in told.items() if each]
     place.metrics.append(events)
     return events
 

@@ -127,7 +127,7 @@ def _train(job: Job, data: Images, emit: Emit) -> str:
     held = None if job.held is None or len(job.held) == 0 else data.take(job.held)
     site = Site(job.client, data.take(job.samples), job.state, job.local, job.told, job.deadline, held)
     broadcast = _broadcast(job.broadcast, job.broadcast.stat().st_mtime_ns)
-    final = job.until == broadcast.recipe.training.epochs
+    final = job.until == broadcast.last_epoch
     train(broadcast, site, job.until, emit).write(job.upload, flush=final)  # a lost snapshot is trained again
     return job.client
 

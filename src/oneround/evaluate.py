@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from oneround.data import Images
 from oneround.fusion import EnsembleRule, Rule, ridge
@@ -28,12 +29,18 @@ class Score:
     """Counts on a test set; `confusion[true][answered]`."""
 
     confusion: tuple[tuple[int, ...], ...]
+    top5: float
+    """Share of images whose class is among the five likeliest answers."""
+    loss: float
+    """Mean cross-entropy of softmax(scores)."""
 
     @staticmethod
     def of(scores: Tensor, labels: Tensor, classes: int) -> Score:
-        answered = scores.argmax(1).cpu()
-        cells = torch.bincount(labels.cpu() * classes + answered, minlength=classes * classes).reshape(classes, classes)
-        return Score(tuple(tuple(row) for row in cells.tolist()))
+        scores, labels = scores.float().cpu(), labels.cpu()
+        cells = torch.bincount(labels * classes + scores.argmax(1), minlength=classes * classes)
+        among = (scores.topk(min(5, classes)).indices == labels[:, None]).any(1)
+        table = tuple(tuple(row) for row in cells.reshape(classes, classes).tolist())
+        return Score(table, float(among.double().mean()), float(F.cross_entropy(scores.double(), labels)))
 
     @property
     def samples(self) -> int:
@@ -54,9 +61,13 @@ class Score:
         total = sum(count for count, _ in pairs)
         return sum(count * value for count, value in pairs) / total if total else None
 
+    def short(self) -> dict[str, float]:
+        """In three numbers."""
+        return {"accuracy": self.accuracy, "top5": self.top5, "loss": self.loss}
+
     def plain(self) -> dict[str, Any]:
         return {
-            "accuracy": self.accuracy,
+            **self.short(),
             "per_class": self.per_class,
             "confusion": [list(row) for row in self.confusion],
         }

@@ -67,14 +67,25 @@ class Part(Strict):
     @property
     def label(self) -> str:
         """Its kind and what differs from the defaults: `typicality-gated beta=2.0`."""
-        usual = {name: field.default for name, field in type(self).model_fields.items()}
-        told = {name: getattr(self, name) for name in usual}
-        differs = {name: value for name, value in told.items() if value != usual[name]}
-        return self.words({name: value for name, value in differs.items() if not _is_plain(value, usual[name])})
+        return self.words(_differing(self))
 
     def words(self, options: dict[str, Any]) -> str:
         shown = {key: value.label if isinstance(value, Part) else value for key, value in options.items()}
         return " ".join([self.kind, *(f"{key}={value}" for key, value in shown.items())])
+
+
+def _differing(options: Strict) -> dict[str, Any]:
+    """What is not as it usually is; of options within options by a dotted name."""
+    found: dict[str, Any] = {}
+    for name, field in type(options).model_fields.items():
+        value = getattr(options, name)
+        if value == field.default or _is_plain(value, field.default):
+            continue
+        if isinstance(value, Strict) and not isinstance(value, Part):
+            found |= {f"{name}.{key}": each for key, each in _differing(value).items()}
+        else:
+            found[name] = value
+    return found
 
 
 def _is_plain(value: Any, usual: Any) -> bool:
@@ -86,6 +97,7 @@ P = TypeVar("P", bound=Part)
 
 # The module that defines each slot and its built-in parts; imported when a recipe first asks for the slot.
 _HOMES = {
+    "companion": "oneround.mergenet",
     "data": "oneround.data",
     "partition": "oneround.data",
     "encoder": "oneround.models",

@@ -46,6 +46,8 @@ class Model(Strict):
 
     encoder: Annotated[Part, In("encoder")] | None = None
     """`cnn`, `resnet18`, …; left out: `cnn` for images of up to 16 pixels, `resnet18` above."""
+    head: Literal["prototypes", "linear"] = "prototypes"
+    """Scores are unit features times prototypes, or features times a matrix plus a bias, as networks usually end."""
 
 
 class Augment(Strict):
@@ -82,14 +84,20 @@ class Training(Strict):
 
     epochs: Count = 50
     batch_size: Count = 512
-    """Samples per step; each gives two views. A smaller client uses one batch of its own size."""
+    """Samples per step. A smaller client uses one batch of its own size."""
+    views: Literal[1, 2] = 2
+    """Random views of every sample in a step; contrastive terms want two."""
     sampling: Literal["shuffle", "balanced"] = "shuffle"
     """Every sample once an epoch, or every class the client holds equally often."""
     last_batch: Literal["wrap", "keep", "drop"] = "wrap"
     """An incomplete last batch is filled from the start of the same shuffle, kept short, or dropped."""
     learning_rate: Positive = 0.05
-    schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate over the whole training."""
+    schedule: Literal["constant", "cosine", "steps"] = "constant"
+    """Learning rate: constant or falling over the whole training, all rounds of it; or multiplied by `factor` after milestones."""
+    milestones: list[Count] = Field(default=[])
+    """Of `steps`: local epochs, counted anew in every round, after which the rate falls."""
+    factor: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Of `steps`: by what the rate is multiplied."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     weight_decay: NotNegative = 0.0
     restart_optimizer: bool = True
@@ -97,6 +105,28 @@ class Training(Strict):
     clip_norm: NotNegative = 1.0
     """Largest gradient norm; 0 switches clipping off."""
     augment: Augment = Augment()
+
+    @model_validator(mode="after")
+    def _steps_have_milestones(self) -> Training:
+        if (self.schedule == "steps") != bool(self.milestones):
+            fix = (
+                "name milestones, for example [3, 8]"
+                if not self.milestones
+                else "set schedule: steps, or leave milestones out"
+            )
+            raise ValueError(f"schedule = {self.schedule} with milestones = {self.milestones}: {fix}")
+        if self.milestones != sorted(set(self.milestones)):
+            raise ValueError(f"milestones = {self.milestones}: must rise, each once")
+        return self
+
+
+class Participation(Strict):
+    """Who trains in a round."""
+
+    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the clients, drawn anew every round."""
+    minimum: Count = 2
+    """But at least so many (all, if there are fewer)."""
 
 
 class Stage(Strict):
@@ -321,14 +351,20 @@ class Federated(Strict):
     """Left out: none."""
     reference: Reference | None = None
     """Left out: none. Needs public images unless its source is a prior."""
+    companion: Annotated[Part, In("companion")] | None = None
+    """Left out: none. Something that works beside a client's training: `mergenet`, a larger network on the same machine."""
     sums: Sums | None = None
     """Left out: none. With sums and an empty objective no network is trained at all."""
     rails: Rails = Rails()
     trace: Trace = Trace()
     fusion: list[Annotated[Part, In("fusion")]] = Field(default=["iffi"], validate_default=True, min_length=1)
     """Fusion rules: the first makes the global model, the others are scored beside it on the same uploads."""
+    rounds: Count = 1
+    """Real exchanges. With more than one, the network the first rule makes is where all start in the next; `training` is of one round."""
+    participation: Participation = Participation()
+    """Who trains in a round; all of them where there is only one."""
     snapshots: Annotated[int, Field(ge=0)] = 10
-    """Fuse and score what an upload would give every so many epochs; 0: only at the end."""
+    """Fuse and score what an upload would give every so many epochs; 0: only at the end. With several rounds: after every round."""
     evaluation: Evaluation = Evaluation()
     upload: Sending = Sending()
     reveal: Reveal = Reveal()
@@ -361,10 +397,17 @@ class Federated(Strict):
             if section is not None and not self.public and getattr(section, "source", "public") == "public":
                 raise ValueError(f"{name}: its features come from public images; set public, for example public: 0.1")
         for part in self.fusion:
+            if getattr(part, "needs_validation", False) and not self.validation:
+                raise ValueError(
+                    f"fusion: {part.kind} chooses on images the server holds back; set validation, for example validation: 0.1"
+                )
             if getattr(part, "needs_public", False) and not self.public:
                 raise ValueError(
                     f"fusion: {part.kind} needs public images at the server; set public, for example public: 0.1"
                 )
+        self._check_rounds()
+        if self.model.head == "linear":
+            self._check_linear()
         if len(self.objective.stages) > self.training.epochs:
             raise ValueError(
                 f"training.epochs = {self.training.epochs}: must be ≥ {len(self.objective.stages)}, one for each stage"
@@ -393,7 +436,7 @@ class Federated(Strict):
         if self.sums is None:
             known = ", ".join(sorted(slot("term").kinds))
             raise ValueError(f"objective.terms is empty: start from a preset (extends: fafi) or name terms ({known})")
-        for name in ("alignment", "bank", "queue", "reference"):
+        for name in ("alignment", "bank", "queue", "reference", "companion"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}: objective.terms is empty, so there is no network it could help; name terms")
         for part in self.fusion:
@@ -401,6 +444,45 @@ class Federated(Strict):
                 raise ValueError(
                     f"fusion: {part.kind} needs networks, and objective.terms is empty; name terms, or use ridge"
                 )
+
+    def _check_rounds(self) -> None:
+        """What several rounds rule out."""
+        if self.rounds == 1:
+            if self.participation.fraction < 1:
+                raise ValueError(
+                    f"participation.fraction = {self.participation.fraction:g}: with one round everybody takes part; set rounds above 1, or fraction: 1"
+                )
+            return
+        first = self.fusion[0]
+        if not getattr(first, "continues", False):
+            raise ValueError(
+                f"rounds = {self.rounds}: {first.kind} makes no network that a next round could start from; "
+                "name average, mergenet or taught first in fusion, or set rounds: 1"
+            )
+        if self.objective.stages:
+            raise ValueError(
+                f"rounds = {self.rounds}: stages are of a training in one round; leave objective.stages out"
+            )
+        if self.alignment is not None and getattr(self.alignment.schedule, "needs_others", False):
+            raise ValueError(
+                f"rounds = {self.rounds}: alignment.schedule = {self.alignment.schedule.kind} is for one round; choose another"
+            )
+
+    def _check_linear(self) -> None:
+        """What a linear head rules out: everything that compares prototypes."""
+        if self.alignment is not None:
+            raise ValueError("model.head = linear: alignment pulls prototypes; leave it out, or set head: prototypes")
+        for part in self.fusion:
+            if getattr(part, "needs_prototypes", True):
+                raise ValueError(
+                    f"model.head = linear: fusion rule {part.kind} compares features with prototypes; set head: prototypes, "
+                    "or use average, logit-ensemble or entropy-gated"
+                )
+
+    @property
+    def epochs(self) -> int:
+        """Local epochs of the whole training, all rounds together."""
+        return self.rounds * self.training.epochs
 
     @property
     def trains(self) -> bool:
@@ -429,6 +511,8 @@ class Local(Strict):
     """Folder with the data files, or the .npz file or image folder itself; left out: the user's cache, filled by download."""
     initial_weights: Annotated[Path | None, Field(strict=False)] = None
     """A safetensors file to start from instead of random weights (server)."""
+    teacher_weights: Annotated[Path | None, Field(strict=False)] = None
+    """A safetensors file with the large network of `mergenet` and `taught`, instead of training it on public images (server)."""
     frozen_encoder: Annotated[Path | None, Field(strict=False)] = None
     """A safetensors file with the encoder whose features are summed, for `sums.features.kind: encoder` (server)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"

@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from oneround.observe.sound import fault_of_result, is_table
 from oneround.observe.words import size_in_words
 from oneround.protocol import Broadcast, UploadFolder, blob
 from oneround.reading import load
-from oneround.recipe import Local, Recipe
+from oneround.recipe import Federated, Local, Recipe
 from oneround.site import Site, choose_device, threads_per_client
 from oneround.sums import steps_of
 
@@ -236,7 +237,7 @@ class Plan:
                 "samples, nobody could train; choose another partition.kind, alpha or seed"
             )
         traffic = acts.traffic(settled, data.classes, data.shape, len(split.public))
-        return Plan(settled, _mislabelled(settled, data, split), split, traffic)
+        return Plan(settled, mislabelled(settled, data, split), split, traffic)
 
     def job(self, place: RunFolder, client: str, until: int, told: Mapping[str, float]) -> Job:
         """Work for the crew: train that client to the end of an epoch."""
@@ -265,19 +266,33 @@ class Plan:
         count = len(self.split.clients)
         return {client_name(number, count): number for number, size in enumerate(self.split.sizes) if size}
 
+    def participants(self, number: int) -> list[str]:
+        """Who takes part in a round."""
+        return acts.participants(self.recipe, list(self.clients), number)
+
+    @cached_property
+    def turns(self) -> dict[str, int]:
+        """In how many rounds every client takes part."""
+        rounds = range(1, self.recipe.rounds + 1)
+        counted = Counter(name for number in rounds for name in self.participants(number))
+        return {name: counted[name] for name in self.clients}
+
     @property
     def steps(self) -> int:
-        return sum(self.steps_of(size) for size in self.split.sizes)
+        clients = self.clients
+        return sum(turns * self.steps_of(self.split.sizes[clients[name]]) for name, turns in self.turns.items())
 
     def steps_of(self, samples: int) -> int:
-        """How many steps a client with so many samples does."""
+        """How many steps a client with so many samples does in a round."""
         training = self.recipe.training
         return training.epochs * steps_per_epoch(samples, training) if self.recipe.trains else steps_of(samples)
 
     @property
     def stops(self) -> list[int]:
-        """Epochs after which uploads are fused and scored; the last is the end."""
+        """Epochs after which uploads are fused and scored, the end of every round among them; the last is the end."""
         epochs, every = self.recipe.training.epochs, self.recipe.snapshots
+        if self.recipe.rounds > 1:
+            return [epochs * number for number in range(1, self.recipe.rounds + 1)]
         return sorted({*(range(every, epochs, every) if every else ()), epochs})
 
     def remarks(self) -> list[str]:
@@ -306,7 +321,7 @@ class Plan:
     @property
     def meetings(self) -> list[int]:
         """Epochs after which all clients have uploaded."""
-        return list(range(1, self.recipe.training.epochs + 1)) if self.meets_every_epoch else self.stops
+        return list(range(1, self.recipe.epochs + 1)) if self.meets_every_epoch else self.stops
 
     def lines(self) -> list[str]:
         """The run's size in words: samples, steps, parameters, bytes, device."""
@@ -323,6 +338,7 @@ class Plan:
             else "one after another"
         )
         channels, height, width = self.data.shape
+        each = " and round" if recipe.rounds > 1 else ""
         return [
             f"{recipe.method} on {self.data.name}: {len(self.data.train):,} training and {len(self.data.test):,} test images "
             f"({channels}×{height}×{width}, {self.data.classes} classes), {recipe.partition.label}, seed {recipe.seeds.partition}",
@@ -330,7 +346,8 @@ class Plan:
             + (f"; the server keeps {len(self.split.public):,} public ones" if len(self.split.public) else "")
             + (f"; {len(self.split.validation):,} are held back to choose by" if len(self.split.validation) else ""),
             f"  {self._work()}",
-            f"  network: {size_in_words(down)} down and {size_in_words(up)} up per client, {size_in_words(len(clients) * (down + up))} in all",
+            f"  network: {size_in_words(down)} down and {size_in_words(up)} up per client{each}, "
+            f"{size_in_words(sum(self.turns.values()) * (down + up))} in all",
             f"  on {device_name(device)}: clients {how}",
             *(f"  note: {remark}" for remark in self.remarks()),
         ]
@@ -345,14 +362,15 @@ class Plan:
         if not recipe.trains:
             return f"{summed}, nothing is trained"
         assert recipe.model.encoder is not None
+        rounds = f"{recipe.rounds} rounds of " if recipe.rounds > 1 else ""
         return (
-            f"{recipe.model.encoder.label}: {self.traffic.parameters:,} parameters; {recipe.training.epochs} epochs, "
-            f"{self.steps:,} steps of up to {recipe.training.batch_size} samples × 2 views"
+            f"{recipe.model.encoder.label}: {self.traffic.parameters:,} parameters; {rounds}{recipe.training.epochs} epochs, "
+            f"{self.steps:,} steps of up to {recipe.training.batch_size} samples{' × 2 views' if recipe.training.views == 2 else ''}"
             + (f"; {summed}" if summed else "")
         )
 
 
-def _mislabelled(recipe: Recipe, data: Dataset, split: Split) -> Dataset:
+def mislabelled(recipe: Federated, data: Dataset, split: Split) -> Dataset:
     """The data with wrong labels at some clients, where the recipe asks for it."""
     if recipe.label_noise is None:
         return data

@@ -1,7 +1,7 @@
 """The in-process transport: all clients on this machine.
 
-Epoch-major: all clients train to the next snapshot, the uploads-so-far are fused and scored, then on. Idle clients live on
-disk, scoring holds one network at a time, so memory does not grow with the number of clients. A run can be killed at any
+Epoch-major: all clients train to the next snapshot, the uploads-so-far are fused and scored, then on. With several rounds, the
+end of each is a snapshot, and what was fused there is broadcast again. Idle clients live on disk, scoring holds one network at a time, so memory does not grow with the number of clients. A run can be killed at any
 moment and resumed: uploads and states are replaced whole, the log says which snapshots are done, everything else follows
 from seeds.
 """
@@ -58,7 +58,7 @@ def run(
     emit = partial(_log_trouble, emit)
     data = data or load_dataset(recipe.data, recipe.local.data_path)
     plan = Plan.of(recipe, data)
-    announcement = {"event": "plan", "lines": plan.lines(), "steps": plan.steps, "epochs": plan.recipe.training.epochs}
+    announcement = {"event": "plan", "lines": plan.lines(), "steps": plan.steps, "epochs": plan.recipe.epochs}
     with place.locked(), logging_to(folder):
         begun = _begun(place, plan)
         emit(announcement)
@@ -120,6 +120,10 @@ def _mend_broadcast(place: RunFolder, plan: Plan, emit: Emit) -> None:
         log.warning("%s: of another recipe; prepared again", place.broadcast)
     except (ProtocolError, RecipeError) as error:
         log.warning("%s; prepared again", error)
+    if plan.recipe.rounds > 1 and list(place.metrics):
+        raise RunError(
+            f"{place.broadcast}: damaged, and what rounds before had learned is in it; begin anew with another --out"
+        )
     raw = plan.prepare(emit).pack()
     manifest, _ = blob.unpack(raw, "broadcast", "broadcast")
     try:
@@ -135,24 +139,24 @@ def _mend_broadcast(place: RunFolder, plan: Plan, emit: Emit) -> None:
 
 
 def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit, sinks: Sequence[Sink]) -> None:
-    recipe, clients = plan.recipe, plan.clients
-    site = plan.server(place.path)
-    broadcast = Broadcast.read(place.broadcast)
-    uploads = UploadFolder([place.upload(name) for name in clients], broadcast, acts.statistics_of(broadcast))
-    rules = {rule.label: rule for rule in acts.rules_of(recipe)}
+    site, clock = plan.server(place.path), Clock(place)
+    broadcast, uploads = _round(place, plan)
+    rules = {rule.label: rule for rule in acts.rules_of(plan.recipe)}
     scored = _scored(place, set(rules))
     scores: dict[str, Score] = {}
     alone: dict[str, Score] = {}
     made: dict[str, GlobalModel] = {}
     spreads = place.read_spreads()
     standing = _standing(place, plan)
-    behind = [name for name in clients if spreads and standing[name] != plan.stops[-1] and not place.states(name)]
+    behind = [name for name in plan.clients if spreads and standing[name] != plan.stops[-1] and not place.states(name)]
     for stop in sorted(spreads) if behind else ():  # with what the others' spread was then
         standing |= _train(place, plan, crew, behind, stop, spreads)
     for stop in plan.meetings:
-        if stop != plan.stops[-1] and (stop in scored or (stop not in plan.stops and stop in spreads)):
+        ends = stop == broadcast.last_epoch
+        over = stop in scored or (stop not in plan.stops and stop in spreads)
+        if stop <= broadcast.first_epoch or (over and not ends):
             continue
-        waiting = [name for name in clients if standing[name] != stop]
+        waiting = [name for name in plan.participants(broadcast.round) if standing[name] != stop]
         standing |= _train(place, plan, crew, waiting, stop, spreads)
         _check_all_arrived(place, uploads, stop)
         if plan.meets_every_epoch and stop not in spreads:
@@ -168,10 +172,15 @@ def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit, sinks
         seconds = time.monotonic() - started
         if stop not in scored:
             before = max((epoch for epoch in plan.stops if epoch < stop), default=0)
-            pour(record(place, uploads, range(before + 1, stop + 1), scores, alone, held, seconds), sinks)
+            epochs = range(before + 1, stop + 1)
+            pour(record(place, uploads, epochs, scores, alone, held, made, seconds, clock.elapsed), sinks)
         emit({"event": "snapshot", "epoch": stop, "accuracy": {name: score.accuracy for name, score in scores.items()}})
         log.info("epoch %d: %s", stop, ", ".join(f"{name} {score.accuracy:.2%}" for name, score in scores.items()))
-    traffic = dict.fromkeys(clients, (plan.traffic.down, plan.traffic.up))
+        if ends and stop != plan.stops[-1]:
+            with site.arithmetic(plan.traffic.parameters):
+                acts.advance(made[next(iter(rules))], broadcast).write(place.broadcast)
+            broadcast, uploads = _round(place, plan)
+    traffic = {name: (turns * plan.traffic.down, turns * plan.traffic.up) for name, turns in plan.turns.items()}
     finish(
         place,
         uploads,
@@ -183,6 +192,30 @@ def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit, sinks
         plan.data.test,
     )
     shutil.rmtree(place.path / "clients", ignore_errors=True)
+
+
+class Clock:
+    """How long the run has been at work, the time it was stopped left out."""
+
+    def __init__(self, place: RunFolder) -> None:
+        self.before = max((event.get("elapsed", 0.0) for event in place.metrics), default=0.0)
+        self.started = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        return self.before + time.monotonic() - self.started
+
+
+def _round(place: RunFolder, plan: Plan) -> tuple[Broadcast, UploadFolder]:
+    """What the round that is due begins with, and where its uploads come to lie; those of the round before are removed."""
+    broadcast = Broadcast.read(place.broadcast)
+    names = plan.participants(broadcast.round)
+    for name in plan.clients if broadcast.round > 1 else ():
+        epoch = Upload.epoch_of(place.upload(name))
+        if epoch is not None and epoch <= broadcast.first_epoch:
+            place.upload(name).unlink()
+    paths = [place.upload(name) for name in names]
+    return broadcast, UploadFolder(paths, broadcast, acts.statistics_of(broadcast))
 
 
 def _standing(place: RunFolder, plan: Plan) -> dict[str, int | None]:

@@ -178,8 +178,14 @@ def test_a_loss_that_is_not_finite_stops_with_what_to_do(digits: Dataset) -> Non
 
 def test_the_learning_rate_over_the_whole_training() -> None:
     training = Training(learning_rate=0.4, schedule="cosine")
-    assert [round(learning_rate(training, p), 6) for p in (0, 0.5, 1)] == [0.4, 0.2, 0.0]
-    assert learning_rate(Training(learning_rate=0.4), 0.9) == 0.4
+    assert [round(learning_rate(training, epoch, 50), 6) for epoch in (0, 25, 50)] == [0.4, 0.2, 0.0]
+    assert learning_rate(Training(learning_rate=0.4), 45, 50) == 0.4
+
+
+def test_milestones_are_counted_anew_in_every_round() -> None:
+    training = Training(epochs=5, learning_rate=0.1, schedule="steps", milestones=[3, 8], factor=0.2)
+    rates = [round(learning_rate(training, epoch, 10), 6) for epoch in range(10)]
+    assert rates == [0.1, 0.1, 0.1, 0.02, 0.02] * 2
 
 
 def test_compiled_training_learns_the_same(digits: Dataset) -> None:

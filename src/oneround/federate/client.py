@@ -1,4 +1,4 @@
-"""The ClientApp: trains once per broadcast, keeps what it trained, sends it again when asked again.
+"""The ClientApp: trains once per broadcast (one a round), keeps what it trained, sends it again when asked again.
 
 A new process serves each message, so everything lies in the site's folder, in a folder of its own for each broadcast:
 `state.safetensors` while it trains, `upload.safetensors` once it has, `counted.json` when the server has it.
@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -37,7 +38,12 @@ def train(message: Message, context: Context) -> Message:
     site = site_of(context.node_config)
     with _logging(site):
         try:
-            if site.name in json.loads(words_of(message).get("held", "{}")):
+            words = words_of(message)
+            wanted = json.loads(words.get("wanted", "[]"))
+            if wanted and site.name not in wanted:
+                log.info("%s takes no part in this round", site.name)
+                return Message(parcel({"name": site.name, "resting": "yes"}), reply_to=message)
+            if site.name in json.loads(words.get("held", "{}")):
                 log.info("the server has the upload of %s already", site.name)
                 return Message(parcel({"name": site.name, "held": "yes"}), reply_to=message)
             return Message(parcel({"name": site.name}, _upload(blob_of(message), site)), reply_to=message)
@@ -89,34 +95,43 @@ def _upload(raw: bytes, site: SiteFile) -> bytes:
             log.warning("%s; trained again", error)
     if place and not blob.is_whole(place / "state.safetensors", "state"):
         (place / "state.safetensors").unlink(missing_ok=True)
-    images = _images(broadcast, site)
-    log.info(
-        "%s of %s: %d images, %d epochs",
-        site.name,
-        broadcast.recipe.method,
-        len(images),
-        broadcast.recipe.training.epochs,
-    )
-    upload = train_site(broadcast, Site(site.name, images, place, site.local), emit=_tell)
+    images, held = _images(broadcast, site)
+    recipe, number = broadcast.recipe, broadcast.round
+    told = f", round {number} of {recipe.rounds}" if recipe.rounds > 1 else ""
+    log.info("%s of %s%s: %d images, %d epochs", site.name, recipe.method, told, len(images), recipe.training.epochs)
+    upload = train_site(broadcast, Site(site.name, images, place, site.local, validation=held), emit=_tell)
     sent = upload.pack()
     if kept:
         blob.write_durably(kept, sent)
         (kept.parent / "state.safetensors").unlink(missing_ok=True)
+        _forget_round_before(kept.parent, broadcast)
     return sent
 
 
-def _images(broadcast: Broadcast, site: SiteFile) -> Images:
-    """The site's own images, or its share of the recipe's data set in a try-out."""
+def _forget_round_before(place: Path, broadcast: Broadcast) -> None:
+    """Note which round this folder is of; those of earlier rounds are not needed any more."""
+    if broadcast.recipe.rounds == 1:
+        return
+    for note in place.parent.glob("*/round.json"):
+        told = json.loads(note.read_text())
+        if told["recipe"] == broadcast.digest and told["round"] < broadcast.round:
+            shutil.rmtree(note.parent)
+    (place / "round.json").write_text(json.dumps({"recipe": broadcast.digest, "round": broadcast.round}))
+
+
+def _images(broadcast: Broadcast, site: SiteFile) -> tuple[Images, Images | None]:
+    """The site's own images, or its share of the recipe's data set in a try-out; and what it holds back of them."""
     from oneround.data import own_images
 
     recipe = broadcast.recipe
     if site.data is not None:
-        return own_images(site.data, broadcast.class_names, broadcast.shape, site.labels)
+        return own_images(site.data, broadcast.class_names, broadcast.shape, site.labels), None
     data, split = _dealt(recipe.model_dump_json(), site.local.data_path)
     assert site.share is not None
     if site.share >= len(split.clients) or not len(split.clients[site.share]):
         raise DataError(f"share {site.share} of {recipe.partition.label} has no images; this site takes no part")
-    return data.train.take(split.clients[site.share])
+    held = split.held[site.share]
+    return data.train.take(split.clients[site.share]), data.train.take(held) if len(held) else None
 
 
 @lru_cache(maxsize=1)
@@ -124,10 +139,14 @@ def _dealt(recipe: str, path: Path | None) -> tuple[Dataset, Split]:
     """The recipe's data set and who holds what of it; once in a process that serves many sites, as in Flower's simulation."""
     from oneround.data import load_dataset, partitions
     from oneround.reading import parse_federated
+    from oneround.runs import mislabelled
 
     told = parse_federated(json.loads(recipe))
     data = load_dataset(told.data, path)
-    return data, partitions.of(told.partition).split(data, told.seeds.partition, told.public)
+    split = partitions.of(told.partition).split(
+        data, told.seeds.partition, told.public, told.validation, told.clients_hold_back
+    )
+    return mislabelled(told, data, split), split
 
 
 def _tell(event: dict[str, Any]) -> None:

@@ -48,15 +48,23 @@ class Desk:
                 f"alignment.schedule = {self.recipe.alignment.schedule.kind}: needs the other clients every epoch, which only a "
                 "simulation can offer; choose another"
             )
+        if self.plan is None and self.recipe.participation.fraction < 1:
+            raise RecipeError(
+                f"participation.fraction = {self.recipe.participation.fraction:g}: sites that bring their own data all take part in every "
+                "round; set it to 1"
+            )
         if self.recipe.quorum and self.recipe.quorum > self.expected:
             raise RecipeError(f"quorum = {self.recipe.quorum}: must be ≤ {self.expected}, the number of sites")
-        self.started = time.monotonic()
-        self.broadcast = self._open()
-        self.sent = place.broadcast.read_bytes()
-        self.statistics = acts.statistics_of(self.broadcast)
-        self.held = self._held()
+        self._begin_round(self._open())
         self.late = place.result.exists()
         """Whether the model is made already: what comes now is kept for `oneround fuse`."""
+
+    def _begin_round(self, broadcast: Broadcast) -> None:
+        self.started = time.monotonic()
+        self.broadcast = broadcast
+        self.sent = self.place.broadcast.read_bytes()
+        self.statistics = acts.statistics_of(broadcast)
+        self.held = self._held()
 
     def _open(self) -> Broadcast:
         """Begin the run's folder, or go on with what is in it."""
@@ -93,6 +101,10 @@ class Desk:
         """Uploads that are there already and good, by client, with the digest of what was learned."""
         held = {}
         for path in sorted((self.place.path / "uploads").glob("*.safetensors")):
+            epoch = Upload.epoch_of(path)
+            if self.broadcast.round > 1 and epoch is not None and epoch <= self.broadcast.first_epoch:
+                path.unlink()  # of a round that is over: what came of it is in the broadcast
+                continue
             try:
                 held[path.stem] = Upload.read(path, self.broadcast, self.statistics).content
             except ProtocolError as error:
@@ -110,10 +122,12 @@ class Desk:
             upload = Upload.unpack(raw, self.broadcast, self.statistics, sender)
             check_norms(upload, self.broadcast, sender)
             self._check_name(upload.client, name, sender)
-            if upload.epoch != self.recipe.training.epochs and not upload.stopped:
+            if upload.epoch != self.broadcast.last_epoch and not upload.stopped:
                 raise ProtocolError(
-                    f"{sender}: refused, trained {upload.epoch} of {self.recipe.training.epochs} epochs"
+                    f"{sender}: refused, trained to epoch {upload.epoch} of {self.broadcast.last_epoch}"
                 )
+            if self.wanted and upload.client not in self.wanted:
+                raise ProtocolError(f"{sender}: refused, {upload.client} takes no part in round {self.broadcast.round}")
         except ProtocolError as error:
             return self._refuse(raw, sender, str(error))
         client, content = upload.client, upload.content
@@ -160,13 +174,22 @@ class Desk:
     # --- when to fuse, and fusing ----------------------------------------------------------------------------------------
 
     @property
+    def wanted(self) -> list[str]:
+        """Who takes part in this round, where a recipe deals the data and so names the sites; otherwise whoever comes."""
+        return self.plan.participants(self.broadcast.round) if self.plan else []
+
+    @property
     def expected(self) -> int:
-        """How many sites take part."""
-        return len(self.plan.clients) if self.plan else partitions.of(self.recipe.partition).clients
+        """How many sites take part in this round."""
+        return len(self.wanted) or partitions.of(self.recipe.partition).clients
 
     @property
     def quorum(self) -> int:
-        return self.recipe.quorum or self.expected
+        return min(self.recipe.quorum or self.expected, self.expected)
+
+    @property
+    def last_round(self) -> bool:
+        return self.broadcast.round == self.recipe.rounds
 
     @property
     def waited(self) -> float:
@@ -200,6 +223,7 @@ class Desk:
         self._fuse()
 
     def _fuse(self) -> None:
+        """Score and fuse this round's uploads: into the result, or into what the next round begins with."""
         place, broadcast, recipe = self.place, self.broadcast, self.recipe
         uploads = UploadFolder([place.upload(name) for name in sorted(self.held)], broadcast, self.statistics)
         site = self._server()
@@ -207,20 +231,40 @@ class Desk:
         scores: dict[str, Score] = {}
         alone: dict[str, Score] = {}
         started = time.monotonic()
-        if len(self.data.test):
-            rules = {rule.label: rule for rule in acts.rules_of(recipe)}
-            with site.arithmetic(sum(tensor.numel() for tensor in broadcast.weights.values())):
+        rules = {rule.label: rule for rule in acts.rules_of(recipe)}
+        with site.arithmetic(sum(tensor.numel() for tensor in broadcast.weights.values())):
+            if len(self.data.test):
                 scores, alone = score_uploads(rules, uploads, broadcast, self.data.test, site, made)
-        place.metrics.keep([])
-        record(place, uploads, range(1, recipe.training.epochs + 1), scores, alone, {}, time.monotonic() - started)
-        traffic = {path.stem: (len(self.sent), path.stat().st_size) for path in uploads.paths}
+            if not self.last_round and not made:
+                made[next(iter(rules))] = acts.fuse(uploads, broadcast, site)
+        place.metrics.keep([event for event in place.metrics if event["epoch"] <= broadcast.first_epoch])
+        epochs = range(broadcast.first_epoch + 1, broadcast.last_epoch + 1)
+        before = max((event.get("elapsed", 0.0) for event in place.metrics), default=0.0)
+        record(place, uploads, epochs, scores, alone, {}, made, time.monotonic() - started, before + self.waited)
+        traffic = self._count_traffic(uploads)
+        if not self.last_round:
+            log.info("round %d of %d is over: %s", broadcast.round, recipe.rounds, _told(scores))
+            acts.advance(made[next(iter(rules))], broadcast).write(place.broadcast)
+            self._begin_round(Broadcast.read(place.broadcast))
+            return
         facts = Facts(self.data.name, self._partition(), traffic, self._remarks())
         finish(place, uploads, site, facts, scores, alone, made, self.data.test)
-        told = (
-            ", ".join(f"{name} {score.accuracy:.2%}" for name, score in scores.items())
-            or "no test images here to score it"
-        )
-        log.info("fused %d uploads: %s", len(uploads), told)
+        log.info("fused %d uploads: %s", len(uploads), _told(scores))
+
+    def _count_traffic(self, uploads: UploadFolder) -> dict[str, tuple[int, int]]:
+        """Bytes down to and up from every site, of this round and those before; kept, since a server may be started anew."""
+        path = self.place.path / "traffic.json"
+        every: dict[str, dict[str, list[int]]] = {}
+        if self.broadcast.round > 1 and path.is_file():
+            every = self.place.read_json(
+                "traffic.json", [], "remove it; the bytes of earlier rounds are then not counted"
+            )
+        every[str(self.broadcast.round)] = {each.stem: [len(self.sent), each.stat().st_size] for each in uploads.paths}
+        if self.recipe.rounds > 1:
+            self.place.write_json("traffic.json", every)
+        names = {name for each in every.values() for name in each}
+        pairs = {name: [each[name] for each in every.values() if name in each] for name in sorted(names)}
+        return {name: (sum(down for down, _ in both), sum(up for _, up in both)) for name, both in pairs.items()}
 
     def _partition(self) -> str:
         """Who held what, as far as is known here: of the partition, or of the sites and what they said."""
@@ -232,3 +276,9 @@ class Desk:
         told = self.plan.remarks() if self.plan else []
         missing = self.expected - len(self.held)
         return told + ([f"{missing} of {self.expected} sites are missing: no upload in time"] if missing else [])
+
+
+def _told(scores: dict[str, Score]) -> str:
+    return (
+        ", ".join(f"{name} {score.accuracy:.2%}" for name, score in scores.items()) or "no test images here to score it"
+    )

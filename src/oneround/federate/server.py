@@ -1,4 +1,4 @@
-"""The ServerApp: one broadcast down to every site, one upload up, each checked and written the moment it arrives.
+"""The ServerApp: one broadcast down to every site, one upload up, each checked and written the moment it arrives; for every round.
 
 It pushes and pulls messages itself. A reply is pulled alone, so that one upload at a time is in memory, and nothing waits for the
 slowest site. Flower hands an instruction out once: a site killed after taking it never answers. So a site that is silent for a
@@ -63,9 +63,12 @@ def serve(grid: Grid, recipe: Recipe, folder: Path, pace: Pace) -> None:
     with place.locked(patience=30), logging_to(folder):  # the process of a killed server may take a while to end
         try:
             desk = Desk(recipe, load_dataset(recipe.data, recipe.local.data_path), place)
-            log.info("waiting for %d of %d uploads", desk.expected - len(desk.held), desk.expected)
-            Collection(grid, desk, pace).run()
-            desk.conclude()
+            while not place.result.exists() or desk.late:
+                log.info("waiting for %d of %d uploads", desk.expected - len(desk.held), desk.expected)
+                Collection(grid, desk, pace).run()
+                desk.conclude()
+                if desk.late:
+                    break
         except OneroundError as error:
             log.error("%s", error)
             raise
@@ -108,7 +111,7 @@ class Collection:
                     self._lost(node, site, f"could not be heard ({_short(error)})")
             self._pull_farewells()
             time.sleep(self.pace.poll)
-        until = time.monotonic() + self.pace.farewell
+        until = time.monotonic() + (self.pace.farewell if self.desk.last_round else 0.0)
         while self.farewells and time.monotonic() < until:
             self._pull_farewells()
             time.sleep(self.pace.poll)
@@ -118,7 +121,7 @@ class Collection:
         for info in self.grid.get_nodes():
             node = info.node_id
             self.names[node] = info.name
-            if node not in self.sites:
+            if node not in self.sites and (not self.desk.wanted or not info.name or info.name in self.desk.wanted):
                 self.sites[node] = Asked()
                 if info.name in self.desk.held:
                     self._say_counted(node, Verdict(info.name, True, f"{info.name}: counted already"))
@@ -126,7 +129,8 @@ class Collection:
                     self._ask(node)
 
     def _ask(self, node: int) -> None:
-        content = parcel({"held": json.dumps(self.desk.held)}, self.desk.sent)
+        words = {"held": json.dumps(self.desk.held), "wanted": json.dumps(self.desk.wanted)}
+        content = parcel(words, self.desk.sent)
         site = self.sites[node]
         site.message, site.question, site.since, site.tries = "", "", time.monotonic(), site.tries + 1
         try:
@@ -171,6 +175,8 @@ class Collection:
             log.warning("%s", _short(words["refused"], 500))
             return
         sender = self.names.get(node) or f"node {node}"
+        if "resting" in words:
+            return
         if "held" in words:
             name = words.get("name", sender)
             self._say_counted(node, Verdict(name, True, f"{name}: counted already"))
@@ -196,6 +202,8 @@ class Collection:
             site.message = ""
 
     def _say_counted(self, node: int, verdict: Verdict) -> None:
+        if verdict.counted and not self.desk.last_round:
+            return  # the next round's broadcast says as much
         words = {"broadcast": self.key, "counted": "yes" if verdict.counted else "no", "text": verdict.text}
         with suppress(Exception):  # that the site hears it is a courtesy
             self.farewells.add(self._push(node, COUNTED, parcel(words)))

@@ -5,7 +5,8 @@ Every tensor is averaged with the clients' sample counts as weights, batch-norm 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,11 +23,11 @@ from oneround.site import Site
 class Average(Rule):
     """One network whose parameters and batch-norm statistics are the sample-weighted means of the clients'."""
 
+    needs_prototypes: ClassVar[bool] = False
+    continues: ClassVar[bool] = True
+
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
-        averaged = average_weights(uploads)
-        return self.restore([averaged], broadcast.recipe, broadcast.shape[0], broadcast.classes, False).to(
-            server.device
-        )
+        return single(average_weights(uploads), broadcast, server)
 
     def restore(
         self, shards: Sequence[dict[str, Tensor]], recipe: Federated, channels: int, classes: int, streamed: bool
@@ -34,6 +35,15 @@ class Average(Rule):
         assert recipe.model.encoder is not None
         net = filled(recipe.model.encoder, channels, classes, shards[0])
         return Single(net.eval().requires_grad_(False))
+
+
+def single(
+    weights: dict[str, Tensor], broadcast: Broadcast, server: Site, told: Mapping[str, Any] | None = None
+) -> Single:
+    """A network of the clients' kind with these weights, ready to answer; `told`: what its rule has to tell."""
+    assert broadcast.recipe.model.encoder is not None
+    net = filled(broadcast.recipe.model.encoder, broadcast.shape[0], broadcast.classes, weights)
+    return Single(net.eval().requires_grad_(False), told).to(server.device)
 
 
 def average_weights(uploads: Sequence[Upload]) -> dict[str, Tensor]:

@@ -5,6 +5,8 @@ Client k answers p_k = softmax(z_k·P_kᵀ); its weight is n_k·exp(−sharpness
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from oneround.fusion.rule import EnsembleRule, rules
@@ -17,6 +19,8 @@ TINY = 1e-30
 @rules.register("entropy-gated")
 class EntropyGated(EnsembleRule):
     """Clients' probabilities, weighted by sample count and certainty."""
+
+    needs_prototypes: ClassVar[bool] = False
 
     sharpness: NotNegative = 3.0
 

@@ -31,6 +31,7 @@ class Ridge(Rule):
     """A linear classifier of fixed features, from the clients' sums."""
 
     reveals: ClassVar[str] = "second moments of fixed features of its images, features summed by class, class counts"
+    needs_prototypes: ClassVar[bool] = False
     needs_network: ClassVar[bool] = False
     needs_sums: ClassVar[bool] = True
 

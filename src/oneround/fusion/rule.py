@@ -29,6 +29,10 @@ class Rule(Part):
     """Whether clients must have trained networks."""
     needs_sums: ClassVar[bool] = False
     """Whether clients must have sent sums of fixed features."""
+    needs_prototypes: ClassVar[bool] = True
+    """Whether it compares features with prototypes, which a network with a linear head does not have."""
+    continues: ClassVar[bool] = False
+    """Whether it makes a network of the clients' own kind, which a next round can start from."""
     reveals: ClassVar[str] = ""
     """What its statistics tell of a site's data, in words; nothing if it asks for none."""
 

@@ -45,7 +45,7 @@ def teach(broadcast: Broadcast, server: Site | None, options: Taught, what: str,
     emit({"event": "prepare", "text": told})
     log.info(told)
     site = Site("teacher", server.data, local=server.local)
-    teacher = Learner(replace(broadcast, recipe=_teachers(broadcast.recipe, options)), site)
+    teacher = Learner(replace(broadcast, recipe=_teachers(broadcast.recipe, options), round=1), site)
     teacher.train(epochs)
     if teacher.stopped:
         raise RecipeError(f"{what}: the {teacher.stopped}")
@@ -55,7 +55,15 @@ def teach(broadcast: Broadcast, server: Site | None, options: Taught, what: str,
 def _teachers(recipe: Federated, options: Taught) -> Federated:
     """What the teacher does: the same network and training, its own terms, for its own time."""
     objective = options.model_dump(mode="json")["teacher"]
-    plain = recipe.plain() | {"objective": objective, "bank": None, "queue": None, "reference": None, "alignment": None}
+    plain = recipe.plain() | {
+        "objective": objective,
+        "bank": None,
+        "queue": None,
+        "reference": None,
+        "alignment": None,
+        "companion": None,
+        "rounds": 1,
+    }
     plain["training"] |= {"epochs": options.teacher_epochs}
     return Federated.model_validate(plain)
 

@@ -46,20 +46,25 @@ class Distillation(Term):
 
     def loss(self, batch: Batch) -> Tensor:
         assert batch.answers is not None
-        student = (batch.unit @ batch.prototypes.T / self.temperature).log_softmax(1)
+        student = (batch.logits / self.temperature).log_softmax(1)
         teacher = (batch.answers / self.temperature).log_softmax(1)
         return self.temperature**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)
 
 
 def distil(
-    answers: Answers, broadcast: Broadcast, images: Images, server: Site, *, student: Part, training: dict[str, object], temperature: float
+    answers: Answers, broadcast: Broadcast, images: Images, server: Site, *, student: Part, training: dict[str, object], temperature: float,
+    start: dict[str, Tensor] | None = None, name: str = "student",
 ) -> PrototypeNet:  # fmt: skip
-    """A network of that kind which answers as the teacher does on these images."""
+    """A network of that kind which answers as the teacher does on these images; it begins anew, or with `start`."""
     recipe = _students(broadcast.recipe, student, training, temperature)
-    fresh = initialise(student, broadcast.shape[0], broadcast.classes, recipe.seeds.initialisation)
-    sent = replace(broadcast, recipe=recipe, weights=fresh.weights(), extras={})
-    learner = Learner(sent, Site("student", images, local=server.local), teacher=answers)
-    with server.arithmetic(fresh.size):
+    if start is None:
+        fresh = initialise(
+            student, broadcast.shape[0], broadcast.classes, recipe.seeds.initialisation, recipe.model.head
+        )
+        start = fresh.weights()
+    sent = replace(broadcast, recipe=recipe, weights=start, extras={}, round=1)
+    learner = Learner(sent, Site(name, images, local=server.local), teacher=answers)
+    with server.arithmetic(sum(tensor.numel() for tensor in start.values())):
         learner.train(recipe.training.epochs)
     if learner.stopped:
         raise RunError(learner.stopped)
@@ -69,12 +74,14 @@ def distil(
 def _students(recipe: Federated, student: Part, training: dict[str, object], temperature: float) -> Federated:
     plain = recipe.plain()
     objective = {"terms": {"distillation": {"temperature": temperature}}, "stages": []}
-    plain |= dict.fromkeys(("alignment", "bank", "queue", "reference"))
+    plain |= dict.fromkeys(("alignment", "bank", "queue", "reference", "companion"))
     plain |= {
         "objective": objective,
-        "model": {"encoder": student.dump()},
+        "model": {"encoder": student.dump(), "head": recipe.model.head},
         "trace": {"every": 0},
         "fusion": ["average"],
+        "rounds": 1,
+        "participation": {},
     }
     plain["training"] |= training
     plain["method"] = f"student of {recipe.method}"

@@ -1,6 +1,6 @@
 """The training loop: every network in the program that learns, learns here.
 
-Data lives on the device; a step gathers a batch, makes two views of it, encodes them in one pass and descends. Nothing is
+Data lives on the device; a step gathers a batch, makes views of it, encodes them in one pass and descends. Nothing is
 read back from the device within an epoch. State is saved between epochs, so a killed client goes on from its last one.
 """
 
@@ -23,6 +23,7 @@ from oneround.errors import OutOfTime, RunError
 from oneround.learning import rails
 from oneround.learning.alignment import instability_threshold
 from oneround.learning.batches import batches
+from oneround.learning.companion import Companion, companions
 from oneround.learning.memory import log_prior
 from oneround.learning.objective import stage_of
 from oneround.learning.step import Stepper
@@ -60,10 +61,12 @@ class Learner:
         self.counts = self.data.class_counts(broadcast.classes)
         self.stepper = _stepper(broadcast, site, teacher)
         self.net, self.aligner = self.stepper.net, self.stepper.aligner
-        self.epoch = 0
+        self.epoch = broadcast.first_epoch
+        """How many epochs of the whole training are over; a round begins where the last one ended."""
         self.history: list[dict[str, Any]] = []
         self.stopped: str | None = None
         """Why training ended before its time."""
+        self.companion = self._companion()
         self.stepper.prior.copy_(log_prior(self.counts))
         if not self._resume():
             self.net.load_state_dict(broadcast.weights)
@@ -72,6 +75,10 @@ class Learner:
                 self.stepper.queue.clear()
             if self.aligner:
                 self.aligner.begin_client(self.counts)
+
+    def _companion(self) -> Companion | None:
+        part = self.recipe.companion
+        return companions.of(part).join(self.broadcast, self.site) if part is not None else None
 
     def train(self, until: int) -> None:
         """Train to the end of epoch `until`, saving state on the way; less far if the recipe's rails say stop."""
@@ -91,7 +98,9 @@ class Learner:
             self.emit({"event": "epoch", "client": self.site.name, **measured})
             late = self.site.deadline is not None and time.time() >= self.site.deadline and self.epoch < until
             due = late or self.epoch == until or time.monotonic() - saved >= self.site.local.checkpoint_seconds
-            if due and self.epoch < self.training.epochs:  # after the last epoch the upload takes the state's place
+            if (
+                due and self.epoch < self.broadcast.last_epoch
+            ):  # after the last epoch the upload takes the state's place
                 self.save()
                 saved = time.monotonic()
             if late:
@@ -144,35 +153,40 @@ class Learner:
         device, training, who = self.site.device, self.training, (self.site.name, self.epoch)
         plan = batches(self.data.labels.cpu(), training, generator(self.seed, *who, "shuffle"))
         random = generator(self.seed, *who, "augment")
-        # Both views of a batch go in one pass. Everything random is drawn on the CPU: every device makes the same views.
-        sizes = [2 * len(index) for index in plan]
-        drawn = [draw(size // 2, random, per_batch=training.augment.per_batch) for size in sizes for _ in range(2)]
+        # All views of a batch go in one pass. Everything random is drawn on the CPU: every device makes the same views.
+        views, epochs = training.views, self.recipe.epochs
+        sizes = [views * len(index) for index in plan]
+        drawn = [draw(len(index), random, per_batch=training.augment.per_batch) for index in plan for _ in range(views)]
         numbers = torch.cat(drawn).to(device).split(sizes)
-        chosen = torch.cat([index.repeat(2) for index in plan]).to(device).split(sizes)
+        chosen = torch.cat([index.repeat(views) for index in plan]).to(device).split(sizes)
         rate, consensus = 0.0, self.site.told.get("consensus", 1.0)
         self.net.train()
-        self.stepper.enter(stage_of(self.recipe.objective, self.epoch, training.epochs))
+        self.stepper.enter(stage_of(self.recipe.objective, self.epoch, epochs))
         if training.restart_optimizer:
             self.stepper.restart()
         if self.aligner:
-            self.aligner.begin_epoch(self.epoch, training.epochs, consensus)
+            self.aligner.begin_epoch(self.epoch, epochs, consensus)
         if self.stepper.queue:
             self.stepper.queue.begin_epoch(self.epoch)
         with self.stepper.working():
             for step, index in enumerate(chosen):
-                rate = learning_rate(training, (self.epoch + step / len(plan)) / training.epochs)
-                self.stepper(self.data.pixels[index], self.data.labels[index], numbers[step], rate)
+                rate = learning_rate(training, self.epoch + step / len(plan), epochs)
+                batch = self.data.pixels[index], self.data.labels[index], numbers[step], rate
+                self.stepper(*batch)
+                if self.companion:
+                    last = step + 1 == len(plan) and self.epoch + 1 == self.broadcast.last_epoch
+                    self.companion.after_step(self.net, *batch, last)
                 if time.monotonic() - told > 0.2:
                     told = time.monotonic()
                     done = {"epoch": self.epoch + 1, "done": step + 1, "of": len(plan)}
                     self.emit({"event": "steps", "client": self.site.name, **done})
             measured: dict[str, Any] = {"epoch": self.epoch + 1, "steps": len(plan), "learning_rate": rate}
-            measured |= self.stepper.means(len(plan))
+            measured |= self.stepper.means(len(plan)) | (self.companion.report() if self.companion else {})
             if self._traced(len(plan)):
                 measured["gradients"] = self.stepper.gradients()
         measured["classes_seen"] = int((self.counts > 0).sum())
         if self.aligner:
-            measured |= self.aligner.report(self.epoch, training.epochs, consensus)
+            measured |= self.aligner.report(self.epoch, epochs, consensus)
         return {**measured, "seconds": time.monotonic() - start}
 
     def _traced(self, steps: int) -> bool:
@@ -181,7 +195,7 @@ class Learner:
         if not every:
             return False
         done = self.epoch * steps
-        return self.epoch == 0 or self.epoch + 1 == self.training.epochs or done // every != (done + steps) // every
+        return self.epoch == 0 or self.epoch + 1 == self.recipe.epochs or done // every != (done + steps) // every
 
     # --- state that survives a kill ----------------------------------------------------------------------------------
 
@@ -196,6 +210,8 @@ class Learner:
         tensors = {name: on_cpu(value) for name, value in self._learned().items()}
         if not self.training.restart_optimizer:
             tensors |= {f"momentum.{name}": on_cpu(held) for name, held in self.stepper.momentum.items()}
+        if self.companion:
+            tensors |= {f"companion.{name}": value for name, value in self.companion.state().items()}
         said = {"client": self.site.name, "recipe_digest": self.broadcast.digest, "epoch": self.epoch}
         raw = blob.pack("state", tensors, {**said, "history": self.history})
         blob.write_durably(self._path, raw, flush=False)
@@ -206,25 +222,30 @@ class Learner:
         manifest, tensors = blob.read(self._path, "state")
         if (manifest["client"], manifest["recipe_digest"]) != (self.site.name, self.broadcast.digest):
             raise RunError(f"{self._path}: state of another client or recipe; remove it to begin anew")
-        parts: dict[str, dict[str, Tensor]] = {"net": {}, "momentum": {}, "alignment": {}, "queue": {}}
+        parts: dict[str, dict[str, Tensor]] = {"net": {}, "momentum": {}, "alignment": {}, "queue": {}, "companion": {}}
         for name, tensor in tensors.items():
             part, _, key = name.partition(".")
             parts[part][key] = tensor
+        if not self.broadcast.first_epoch < int(manifest["epoch"]) <= self.broadcast.last_epoch:
+            return False  # of another round
         self.net.load_state_dict(parts["net"])
         self.stepper.restart(parts["momentum"])
         if self.aligner:
             self.aligner.load(parts["alignment"], self.counts)
+        if self.companion:
+            self.companion.load(parts["companion"])
         for name, kept in self.stepper.queue.live.items() if self.stepper.queue else ():
             kept.copy_(parts["queue"][name])
         self.epoch, self.history = int(manifest["epoch"]), list(manifest["history"])
         return True
 
 
-def learning_rate(training: Training, progress: float) -> float:
-    """At `progress` (0…1) of the whole training."""
-    if training.schedule == "constant":
-        return training.learning_rate
-    return training.learning_rate * (1 + math.cos(math.pi * progress)) / 2
+def learning_rate(training: Training, epoch: float, epochs: int) -> float:
+    """After so many epochs (with a fraction for steps) of a whole training of that many."""
+    if training.schedule == "cosine":
+        return training.learning_rate * (1 + math.cos(math.pi * epoch / epochs)) / 2
+    passed = sum(epoch % training.epochs >= milestone for milestone in training.milestones)
+    return training.learning_rate * training.factor**passed
 
 
 _held: dict[Any, Stepper] = {}

@@ -33,7 +33,7 @@ class Batch:
     """What a term may look at."""
 
     unit: Tensor
-    """(n, features) features of length 1; all first views, then all second views"""
+    """(n, features) features of length 1; all first views, then all second views if there are two"""
     labels: Tensor
     """(n,)"""
     prototypes: Tensor
@@ -46,6 +46,17 @@ class Batch:
     """(size, features) of length 1: a distribution to resemble"""
     answers: Tensor | None = None
     """(n, classes) a teacher's scores of the same views"""
+    lengths: Tensor | None = None
+    """(n, 1) of the features as they leave the encoder; only of a network with a linear head"""
+    bias: Tensor | None = None
+    """(classes,) of a linear head"""
+
+    @property
+    def logits(self) -> Tensor:
+        """(n, classes) the network's answer"""
+        if self.lengths is None or self.bias is None:
+            return self.unit @ self.prototypes.T
+        return self.lengths * self.unit @ self.prototypes.T + self.bias
 
 
 class Term(Part):
@@ -75,7 +86,7 @@ class CrossEntropy(Term):
     """Logit adjustment: so many times the log of the client's own class shares is added to the logits."""
 
     def loss(self, batch: Batch) -> Tensor:
-        logits = batch.unit @ batch.prototypes.T
+        logits = batch.logits
         if self.adjust:
             assert batch.prior is not None
             logits = logits + self.adjust * batch.prior

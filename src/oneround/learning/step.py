@@ -1,4 +1,4 @@
-"""One step of training: two views of a batch, the objective and the alignment, their gradient, one move of the optimiser.
+"""One step of training: random views of a batch, the objective and the alignment, their gradient, one move of the optimiser.
 
 On a GPU the step is recorded once as a CUDA graph and replayed, so that a small network is not held up by the time it takes
 to launch its kernels. Everything a step needs lives at fixed addresses: clients that take turns load their weights into the
@@ -34,10 +34,13 @@ log = logging.getLogger("oneround")
 WARM_UP = 3  # steps taken as they are before one is recorded
 
 
-@lru_cache(maxsize=1)
-def _network(part: Part, channels: int, classes: int, device: torch.device) -> PrototypeNet:
-    """The network this process trains, at addresses that stay the same from client to client and run to run."""
-    net = build(part, channels, classes)
+@lru_cache(maxsize=2)
+def _network(part: Part, channels: int, classes: int, head: str, device: torch.device, _beside: bool) -> PrototypeNet:
+    """The network this process trains, at addresses that stay the same from client to client and run to run.
+
+    `_beside`: the one that learns at its side, if there is one.
+    """
+    net = build(part, channels, classes, head)
     return net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
@@ -78,13 +81,16 @@ class Stepper:
         compiled: bool,
         recorded: bool,
         teacher: Callable[[Tensor], Tensor] | None = None,
+        beside: bool = False,
     ) -> None:
         """`teacher`: normalised images → scores, for a term that copies its answers."""
         recipe = broadcast.recipe
         assert recipe.model.encoder is not None
         self.recipe, self.training, self.device, self.bf16 = recipe, recipe.training, device, bf16
         self.shape, self.teacher = broadcast.shape, teacher
-        self.net = _network(recipe.model.encoder, broadcast.shape[0], broadcast.classes, device)
+        self.net = _network(
+            recipe.model.encoder, broadcast.shape[0], broadcast.classes, recipe.model.head, device, beside
+        )
         self.net.zero_grad(set_to_none=True)
         self.encode: Callable[[Tensor], Tensor] = _compiled(self.net.encoder) if compiled else self.net.encoder
         extras = {name: tensor.to(device) for name, tensor in broadcast.extras.items()}
@@ -98,7 +104,7 @@ class Stepper:
             self.aligner = Aligner(recipe, recipe.alignment, extras["anchors"], start)
         self._make_optimizer()
         self.stream = _side_stream(device) if device.type == "cuda" else None
-        size = 2 * self.training.batch_size
+        size = self.full
         if recorded and self.stream:
             self.pixels = torch.zeros(size, *broadcast.shape, dtype=torch.uint8, device=device)
             self.labels = torch.zeros(size, dtype=torch.int64, device=device)
@@ -107,6 +113,11 @@ class Stepper:
         self.stages = [self._stage(stage, WARM_UP if recorded and self.stream else -1) for stage in stages]
         self.now = self.stages[0]
         self.seen: objective.Batch | None = None
+
+    @property
+    def full(self) -> int:
+        """Images in a full batch, all views."""
+        return self.training.views * self.training.batch_size
 
     def _make_optimizer(self) -> None:
         """SGD on the network, and on λ's variables at a pace of their own."""
@@ -153,10 +164,10 @@ class Stepper:
         return torch.cuda.stream(self.stream)
 
     def __call__(self, pixels: Tensor, labels: Tensor, numbers: Tensor, rate: float) -> None:
-        """Train on one batch (both views): pixels (n, …) uint8, labels (n,), numbers (n, COLUMNS)."""
+        """Train on one batch (all views): pixels (n, …) uint8, labels (n,), numbers (n, COLUMNS)."""
         self.rate.fill_(rate)
         self.own_rate.fill_(rate * self.pace)
-        if len(labels) != 2 * self.training.batch_size or self.now.to_warm < 0:
+        if len(labels) != self.full or self.now.to_warm < 0:
             self._step(pixels, labels, numbers)
         elif self.now.to_warm > 0:
             self._step(pixels, labels, numbers)
@@ -182,7 +193,7 @@ class Stepper:
         while size:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            tried = 2 * (size + size // 8)
+            tried = self.training.views * (size + size // 8)
             pixels = torch.zeros(tried, *self.shape, dtype=torch.uint8, device=self.device)
             labels = torch.zeros(tried, dtype=torch.int64, device=self.device)
             try:
@@ -211,10 +222,10 @@ class Stepper:
             seen = views(pixels, numbers, self.training.augment).contiguous(memory_format=torch.channels_last)
             answers = self.teacher(seen) if self.teacher else None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            features = self.encode(seen)
+            features = self.encode(seen).float()
         queued = self.queue.features if self.queue else None
         batch = objective.Batch(
-            F.normalize(features.float(), dim=1),
+            F.normalize(features, dim=1),
             labels,
             self.net.prototypes,
             self.prior,
@@ -222,6 +233,7 @@ class Stepper:
             queued,
             self.reference,
             answers,
+            *((features.norm(dim=1, keepdim=True), self.net.bias) if self.net.bias is not None else ()),
         )
         base, values = objective.evaluate(self.now.terms, batch)
         total, measured = base, [base]
@@ -235,7 +247,8 @@ class Stepper:
         norm = clip_grad_norm_(clipped, self.training.clip_norm or math.inf)
         self.optimizer.step()
         self.now.sums += torch.stack([total, *measured, *values.values(), norm]).detach()
-        self.seen = replace(batch, unit=batch.unit.detach())
+        lengths = None if batch.lengths is None else batch.lengths.detach()
+        self.seen = replace(batch, unit=batch.unit.detach(), lengths=lengths)
         if self.queue:
             self.queue.push(batch)
 

@@ -19,7 +19,7 @@ def of_site(broadcast: Broadcast, site: Site, told: Callable[[int], None] = lamb
     if recipe.sums is None:
         return {}
     assert site.data is not None
-    kept = site.folder / "sums" / "kept.safetensors" if site.folder and recipe.training.epochs > 1 else None
+    kept = site.folder / "sums" / "kept.safetensors" if site.folder and recipe.epochs > 1 else None
     said = {"client": site.name, "recipe_digest": broadcast.digest}
     if kept is not None and kept.is_file():
         try:

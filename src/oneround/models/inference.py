@@ -6,8 +6,8 @@ with all experts in memory (a saved model in use) or with one at a time read fro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,12 @@ class Inference(nn.Module):
 
 
 class Single(Inference):
-    """One network."""
+    """One network, and what the rule that made it has to tell of how it did."""
 
-    def __init__(self, net: PrototypeNet) -> None:
+    def __init__(self, net: PrototypeNet, told: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         self.net = net
+        self.told = dict(told or {})
 
     def forward(self, images: Tensor) -> Tensor:
         scores: Tensor = self.net(images)
@@ -78,7 +79,7 @@ class Seen:
         self.expert = expert
         self.unit = F.normalize(features, dim=1)
         """(n, features) of length 1"""
-        self.logits = self.unit @ expert.net.prototypes.T
+        self.logits = expert.net.answer(features)
         """(n, classes) the client's own answer"""
 
 

@@ -12,16 +12,25 @@ from oneround.seeds import derive, generator
 
 
 class PrototypeNet(nn.Module):
-    """Unit features z = f(x)/‖f(x)‖ compared with prototypes: logits z·Pᵀ."""
+    """Unit features z = f(x)/‖f(x)‖ compared with prototypes: logits z·Pᵀ. With a linear head: f(x)·Pᵀ + b."""
 
-    def __init__(self, encoder: Encoder, classes: int) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, encoder: Encoder, classes: int, head: str = "prototypes") -> None:
         super().__init__()
         self.encoder = encoder
         self.prototypes = nn.Parameter(torch.zeros(classes, encoder.features))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(classes)) if head == "linear" else None)
 
     def forward(self, images: Tensor) -> Tensor:
         """(n, channels, height, width) normalised → logits (n, classes)"""
-        return F.normalize(self.encoder(images), dim=1) @ self.prototypes.T
+        return self.answer(self.encoder(images))
+
+    def answer(self, features: Tensor) -> Tensor:
+        """Features (n, features) as they leave the encoder → logits (n, classes)"""
+        if self.bias is not None:
+            return features @ self.prototypes.T + self.bias
+        return F.normalize(features, dim=1) @ self.prototypes.T
 
     @property
     def size(self) -> int:
@@ -38,23 +47,30 @@ def on_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def build(part: Part, channels: int, classes: int) -> PrototypeNet:
+def build(part: Part, channels: int, classes: int, head: str = "prototypes") -> PrototypeNet:
     """The network with its layers' own random weights."""
-    return PrototypeNet(encoders.of(part).build(channels), classes)
+    return PrototypeNet(encoders.of(part).build(channels), classes, head)
 
 
 def filled(part: Part, channels: int, classes: int, weights: dict[str, Tensor]) -> PrototypeNet:
     """The network with weights that came in a message; no time is spent on random ones first."""
     with torch.device("meta"):
-        net = build(part, channels, classes)
+        net = build(part, channels, classes, "linear" if "bias" in weights else "prototypes")
     net.load_state_dict(weights, assign=True)
     return net
 
 
-def initialise(part: Part, channels: int, classes: int, seed: int) -> PrototypeNet:
-    """A fresh network: the encoder by its layers' own rules, prototypes N(0, 1); depends on the seed alone."""
+def initialise(part: Part, channels: int, classes: int, seed: int, head: str = "prototypes") -> PrototypeNet:
+    """A fresh network: the encoder by its layers' own rules, prototypes N(0, 1), a linear head's matrix within ±1/√features.
+
+    It depends on the seed alone.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "encoder"))
-        net = build(part, channels, classes)
-    nn.init.normal_(net.prototypes, generator=generator(seed, "prototypes"))
+        net = build(part, channels, classes, head)
+    if net.bias is None:
+        nn.init.normal_(net.prototypes, generator=generator(seed, "prototypes"))
+    else:
+        bound = net.encoder.features**-0.5
+        nn.init.uniform_(net.prototypes, -bound, bound, generator=generator(seed, "prototypes"))
     return net

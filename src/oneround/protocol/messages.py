@@ -38,6 +38,18 @@ class Broadcast:
     """The network's initial parameters and norm statistics, prototypes among them; empty where no network is trained."""
     extras: dict[str, Tensor] = field(default_factory=dict)
     """What else the recipe's parts need at every site: `anchors`, `bank.features`, `bank.labels`, `features.*`."""
+    round: int = 1
+    """Which exchange it begins."""
+
+    @property
+    def first_epoch(self) -> int:
+        """How many local epochs of the whole training are over when this round begins."""
+        return (self.round - 1) * self.recipe.training.epochs
+
+    @property
+    def last_epoch(self) -> int:
+        """How many are over when it ends."""
+        return self.round * self.recipe.training.epochs
 
     @property
     def classes(self) -> int:
@@ -61,7 +73,8 @@ class Broadcast:
         return size_of(self.weights) + size_of(self.extras)
 
     def pack(self) -> bytes:
-        manifest = {"recipe": self.recipe.plain(), "class_names": list(self.class_names), "shape": list(self.shape)}
+        said = {"class_names": list(self.class_names), "shape": list(self.shape), "round": self.round}
+        manifest = {"recipe": self.recipe.plain(), **said}
         return blob.pack("broadcast", _prefixed(weights=self.weights, extras=self.extras), manifest)
 
     @staticmethod
@@ -80,9 +93,13 @@ class Broadcast:
         try:
             channels, height, width = manifest["shape"]
             recipe, names = parse_federated(manifest["recipe"]), tuple(manifest["class_names"])
+            number = int(manifest["round"])
+            if not 1 <= number <= recipe.rounds:
+                raise ValueError(f"round {number} of {recipe.rounds}")
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"{where}: refused, damaged manifest ({error!r})") from None
-        return Broadcast(recipe, names, (channels, height, width), **_parted(tensors, "weights", "extras"))
+        parts = _parted(tensors, "weights", "extras")
+        return Broadcast(recipe, names, (channels, height, width), **parts, round=number)
 
 
 @dataclass(frozen=True)
@@ -92,7 +109,7 @@ class Upload:
     client: str
     recipe_digest: str
     epoch: int
-    """How many local epochs it stands for; less than the recipe's for a snapshot."""
+    """After how many local epochs of the whole training; less than the round's for a snapshot."""
     class_counts: Tensor
     """(classes,) int64: samples the client holds of each class"""
     weights: dict[str, Tensor]
@@ -189,9 +206,10 @@ class Upload:
                 f"{where}: refused, its sums are over other numbers of images than its class_counts say"
             )
         epoch, client = manifest.get("epoch"), manifest.get("client")
-        if type(epoch) is not int or not 0 <= epoch <= broadcast.recipe.training.epochs or not isinstance(client, str):
+        first, last = broadcast.first_epoch, broadcast.last_epoch
+        if type(epoch) is not int or not first <= epoch <= last or not isinstance(client, str):
             raise ProtocolError(
-                f"{where}: refused, client {client!r} at epoch {epoch!r}; expected a name and 0 to {broadcast.recipe.training.epochs}"
+                f"{where}: refused, client {client!r} at epoch {epoch!r}; expected a name and {first} to {last}"
             )
         history = manifest.get("history")
         return Upload(

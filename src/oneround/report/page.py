@@ -204,7 +204,7 @@ def _cells(records: Sequence[Record], paths: Sequence[Path]) -> Html:
     for record in records:
         rules, alone = final(record)
         recipe, seeds = record.recipe, record.recipe.seeds
-        upto = "finished" if record.finished else f"epoch {record.reached} of {recipe.training.epochs}"
+        upto = "finished" if record.finished else f"epoch {record.reached} of {recipe.epochs}"
         rows.append([
             _place(record.folder, paths), recipe.method, recipe.partition.label, str(seeds.partition), str(seeds.training), upto,
             record.rule, score(rules.get(record.rule)), score(max(alone.values(), default=None)),

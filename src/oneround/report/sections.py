@@ -71,7 +71,7 @@ def state(record: Record) -> Html:
     """Whether the run is finished, and what to know before believing it."""
     told = []
     if not record.finished:
-        upto = f"epoch {record.reached} of {record.recipe.training.epochs}"
+        upto = f"epoch {record.reached} of {record.recipe.epochs}"
         told.append(tag("p", tag("strong", "Not finished"), f" ({upto}): what follows is what is known so far. Go on with ",
                         tag("code", f"oneround run {record.folder} --resume"), class_="warning"))  # fmt: skip
     told += [tag("p", tag("strong", "Stopped"), f": {reason}", class_="warning") for reason in record.stopped]

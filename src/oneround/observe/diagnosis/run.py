@@ -97,7 +97,7 @@ class Run:
 
     @property
     def epochs(self) -> int:
-        return self.recipe.training.epochs
+        return self.recipe.epochs
 
     @property
     def clients(self) -> list[str]:

@@ -1,0 +1,144 @@
+"""MergeNet between rounds: the average of the clients' networks looks at a large network's parameters before it goes out again.
+
+From `start_round` on, every `every` rounds, some matrices of the average pass through an adapter that attends to the teacher's
+(mergenet/). The adapter learns from the next average: that is where the clients' training took what it had handed out. After the
+last round nobody trains any more, so the model is the plain average.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from oneround.data import Images
+from oneround.errors import RecipeError, RunError
+from oneround.fusion.average import Average, average_weights, single
+from oneround.fusion.rule import rules
+from oneround.mergenet import Adapter, Merger, Pair, Teacher, default_pairs, teacher_of
+from oneround.models import Inference
+from oneround.models.prototype import on_cpu
+from oneround.protocol import Broadcast, Upload, blob
+from oneround.protocol.model import preprocessing
+from oneround.recipe import Count, Federated, NotNegative
+from oneround.site import Site
+
+log = logging.getLogger("oneround")
+
+
+@rules.register("mergenet")
+class MergeNet(Average):
+    """The average, some of its matrices fused with a large network's by parameter attention."""
+
+    teacher: Teacher = Teacher()
+    adapter: Adapter = Adapter()
+    pairs: list[Pair] = Field(default=[])
+    """Which of the student's tensors looks at which of the teacher's; left out: the published pair for MobileNetV2, the last
+    convolution for other encoders, and the teacher's classifier."""
+    start_round: Count = 2
+    every: Annotated[int, Field(ge=0)] = 1
+    """Fuse every so many rounds; 0: never, which is plain averaging."""
+    accept_if: NotNegative | None = None
+    """A fused network whose accuracy on the server's validation images is lower than the average's by more than this share is not
+    sent; left out: always sent, as long as it is finite."""
+
+    @property
+    def needs_public(self) -> bool:
+        return self.every > 0 and self.teacher.needs_public
+
+    @property
+    def needs_validation(self) -> bool:
+        return self.accept_if is not None
+
+    def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
+        averaged, number = average_weights(uploads), broadcast.round
+        if not self.every:
+            return single(averaged, broadcast, server)
+        told: dict[str, Any] = {"round": number}
+        due = number >= self.start_round and (number - self.start_round) % self.every == 0
+        due = due and number < broadcast.recipe.rounds
+        before = _state_path(server, number - 1)
+        if not due and not before.is_file():
+            return single(averaged, broadcast, server, told)
+        teacher = teacher_of(self.teacher, broadcast, server)
+        merger = self._merger(averaged, teacher, broadcast, server)
+        if before.is_file():
+            merger.load(_read_state(before, broadcast))
+        told |= merger.learn(averaged, teacher, number / broadcast.recipe.rounds)
+        sent = averaged
+        if due:
+            fused = {name: on_cpu(value) for name, value in merger.fuse(averaged, teacher).items()}
+            sent = fused if self._accepts(fused, averaged, broadcast, server, told) else averaged
+        blob.write_durably(
+            _state_path(server, number), blob.pack("adapter", merger.state(), {"recipe_digest": broadcast.digest})
+        )
+        _state_path(server, number - 2).unlink(missing_ok=True)
+        return single(sent, broadcast, server, told)
+
+    def _merger(
+        self, student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], broadcast: Broadcast, server: Site
+    ) -> Merger:
+        pairs = self.pairs or default_pairs(broadcast.recipe, broadcast.shape[0])
+        for pair in pairs:
+            for name, whose, what in ((pair.student, student, "student"), (pair.teacher, teacher, "teacher")):
+                matrices = [each for each, value in whose.items() if value.dim() > 1]
+                if name not in matrices:
+                    raise RecipeError(
+                        f"fusion.mergenet.pairs: the {what} has no matrix {name}; it has {', '.join(matrices[-8:])} …"
+                    )
+        seed = broadcast.recipe.seeds.initialisation
+        return Merger(pairs, self.adapter, student, teacher, seed, server.device)
+
+    def _accepts(
+        self,
+        fused: dict[str, Tensor],
+        averaged: dict[str, Tensor],
+        broadcast: Broadcast,
+        server: Site,
+        told: dict[str, Any],
+    ) -> bool:
+        """Whether the fused network is sent; why, in `told` and in the log."""
+        finite = all(bool(torch.isfinite(value).all()) for value in fused.values() if value.is_floating_point())
+        told["accepted"] = finite
+        if not finite:
+            told["reason"] = "not finite"
+        elif server.validation is not None and len(server.validation):
+            ours, theirs = (
+                accuracy(single(weights, broadcast, server), server.validation, broadcast.recipe, server.device)
+                for weights in (fused, averaged)
+            )
+            told |= {"fused_validation": ours, "average_validation": theirs}
+            if self.accept_if is not None and ours < theirs - self.accept_if:
+                told |= {"accepted": False, "reason": f"{ours:.4f} on validation images, the average {theirs:.4f}"}
+        elif self.accept_if is not None:
+            raise RunError(
+                f"fusion.mergenet.accept_if = {self.accept_if:g}: the server holds no validation images; set validation, for example 0.1"
+            )
+        if not told["accepted"]:
+            log.warning("round %d: the fused network is not sent, the average is: %s", told["round"], told["reason"])
+        return bool(told["accepted"])
+
+
+@torch.inference_mode()
+def accuracy(model: Inference, images: Images, recipe: Federated, device: torch.device) -> float:
+    """Share of right answers."""
+    answers = torch.cat([model(batch).argmax(1) for batch in images.batches(device, *preprocessing(recipe))])
+    return float((answers.cpu() == images.labels.cpu()).double().mean())
+
+
+def _state_path(server: Site, number: int) -> Path:
+    if server.folder is None:
+        raise RunError("fusion.mergenet: the adapter is kept between rounds; give the server site a folder")
+    return server.folder / "server" / f"adapter_{number:03d}.safetensors"
+
+
+def _read_state(path: Path, broadcast: Broadcast) -> dict[str, Tensor]:
+    manifest, tensors = blob.read(path, "adapter")
+    if manifest.get("recipe_digest") != broadcast.digest:
+        raise RunError(f"{path}: the adapter of another recipe; remove it to begin anew")
+    return tensors

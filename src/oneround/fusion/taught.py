@@ -1,0 +1,54 @@
+"""Taught: the average learns a large network's answers on the server's public images before it goes out again.
+
+The yardstick for MergeNet: the same teacher, the same images, but its knowledge comes as answers and not as parameters (server-side
+distillation as in FedDF, Lin et al., 2020, with one teacher).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oneround.errors import RecipeError
+from oneround.fusion.average import Average, average_weights, single
+from oneround.fusion.rule import rules
+from oneround.learning.distillation import distil
+from oneround.mergenet import Teacher, teacher_of
+from oneround.models import Inference
+from oneround.models.prototype import filled
+from oneround.protocol import Broadcast, Upload
+from oneround.recipe import Count, Positive
+from oneround.site import Site
+
+
+@rules.register("taught")
+class Taught(Average):
+    """The average, taught a large network's answers."""
+
+    teacher: Teacher = Teacher()
+    epochs: Count = 1
+    """On the public images, after every round."""
+    batch_size: Count = 128
+    learning_rate: Positive = 0.01
+    temperature: Positive = 1.0
+
+    @property
+    def needs_public(self) -> bool:
+        return True
+
+    def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
+        averaged = average_weights(uploads)
+        if server.data is None or len(server.data) == 0:
+            raise RecipeError("fusion.taught: the server has no public images; set public, for example 0.1")
+        encoder = broadcast.recipe.model.encoder
+        assert encoder is not None
+        weights = teacher_of(self.teacher, broadcast, server)
+        teacher = filled(self.teacher.encoder, broadcast.shape[0], broadcast.classes, weights)
+        training = {
+            "epochs": self.epochs, "batch_size": self.batch_size, "learning_rate": self.learning_rate, "schedule": "constant",
+            "milestones": [], "restart_optimizer": False, "sampling": "shuffle",
+        }  # fmt: skip
+        net = distil(
+            teacher.to(server.device).eval().requires_grad_(False), broadcast, server.data, server,
+            student=encoder, training=training, temperature=self.temperature, start=averaged, name=f"student/{broadcast.round}",
+        )  # fmt: skip
+        return single(net.weights(), broadcast, server, {"round": broadcast.round})

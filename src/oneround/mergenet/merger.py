@@ -1,0 +1,155 @@
+"""Adapters at work: they fuse a student's matrices with a teacher's, and learn from where training takes them.
+
+After fusing gave W_out and training moved it to W_final, an adapter with parameters φ descends along
+(∂W_out/∂φ)ᵀ(W_out − W_final): a vector–Jacobian product, nothing of the training is differentiated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oneround.mergenet.adapter import Adapter, ParameterAttention
+from oneround.models.encoders import encoders
+from oneround.models.prototype import on_cpu
+from oneround.parts import Strict
+from oneround.recipe import Federated
+from oneround.seeds import derive
+
+Weights = Mapping[str, Tensor]
+
+
+class Pair(Strict):
+    """A student's tensor and the teacher's tensor it looks at, by name."""
+
+    student: str
+    teacher: str
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """A convolution's weight (out, in, …) as (out, in·…)."""
+    return tensor.reshape(len(tensor), -1)
+
+
+SEED_PAIR = {"mobilenet-v2": "encoder.blocks.15.layers.6.weight"}
+"""The projection 960 → 160 at the end of the 160-channel stage."""
+
+
+def default_pairs(recipe: Federated, channels: int) -> list[Pair]:
+    """The published pair, or the nearest thing another encoder has."""
+    assert recipe.model.encoder is not None
+    with torch.device("meta"):
+        layers = dict(encoders.of(recipe.model.encoder).build(channels).named_parameters())
+    convolutions = [f"encoder.{name}" for name, value in layers.items() if value.dim() == 4]
+    chosen = SEED_PAIR.get(recipe.model.encoder.kind, convolutions[-1])
+    return [Pair(student=chosen, teacher="prototypes")]
+
+
+class Merger:
+    """One adapter per pair, their optimiser, and what they were last given to fuse."""
+
+    def __init__(
+        self, pairs: list[Pair], options: Adapter, student: Weights, teacher: Weights, seed: int, device: torch.device
+    ) -> None:
+        self.pairs, self.options, self.device, self.seed = pairs, options, device, seed
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(seed, "adapter"))
+            made = [
+                ParameterAttention(_shape(student[pair.student]), _shape(teacher[pair.teacher]), options)
+                for pair in pairs
+            ]
+        self.adapters = nn.ModuleList(made).to(device).eval()
+        matrices = [each for each in self.adapters.parameters() if each.dim() > 1]
+        others = [each for each in self.adapters.parameters() if each.dim() <= 1]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, weight_decay=options.weight_decay)
+        self.given: dict[str, Tensor] = {}
+        """The student's tensors of the last fusion whose outcome is not known yet; empty if there is none."""
+        self.fusions = 0
+
+    @torch.no_grad()
+    def fuse(self, student: Weights, teacher: Weights) -> dict[str, Tensor]:
+        """The student's tensors, changed; everything else of the student is as it was. Without dropout: the same again for the same."""
+        self.adapters.eval()
+        self.given = {pair.student: student[pair.student].detach().clone() for pair in self.pairs}
+        self.fusions += 1
+        return dict(student) | self._outputs(self.given, teacher)
+
+    def learn(self, reached: Weights, teacher: Weights, progress: float = 0.0) -> dict[str, float]:
+        """One step towards what training made of the last fusion; `progress` (0…1) of all fusions. What it saw, in numbers."""
+        if not self.given:
+            return {}
+        self.adapters.train()
+        rate = self.options.learning_rate
+        if self.options.schedule == "cosine":
+            rate *= (1 + math.cos(math.pi * progress)) / 2
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.enable_grad(), torch.random.fork_rng(devices=devices):
+            torch.manual_seed(derive(self.seed, "dropout", self.fusions))
+            out = self._outputs(self.given, teacher)
+        goals = {name: reached[name].detach().to(self.device).float() for name in out}
+        torch.autograd.backward(list(out.values()), [(out[name] - goals[name]).detach() for name in out])
+        norm = nn.utils.clip_grad_norm_(self.adapters.parameters(), self.options.clip_norm)
+        self.adapters.eval()
+        with torch.no_grad():
+            plain = self._outputs(self.given, teacher)
+        apart, size = _distance(plain, goals), math.sqrt(sum(float(goal.square().sum()) for goal in goals.values()))
+        before = [parameter.detach().clone() for parameter in self.adapters.parameters()]
+        if math.isfinite(float(norm)):
+            self.optimizer.step()
+        moved = sum(
+            float((now.detach() - was).square().sum())
+            for now, was in zip(self.adapters.parameters(), before, strict=True)
+        )
+        self.given = {}
+        return {"error": apart / max(size, 1e-12), "gradient_norm": float(norm), "adapter_moved": math.sqrt(moved)}
+
+    def _outputs(self, student: Weights, teacher: Weights) -> dict[str, Tensor]:
+        found = {}
+        for pair, adapter in zip(self.pairs, self.adapters, strict=True):
+            mine, other = (as_matrix(each.detach().to(self.device).float()) for each in (student[pair.student], teacher[pair.teacher]))  # fmt: skip
+            found[pair.student] = adapter(mine, other).reshape(student[pair.student].shape)
+        return found
+
+    # --- state that survives a kill ----------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """All of it, as a file holds it."""
+        told = {f"adapter.{name}": on_cpu(value) for name, value in self.adapters.state_dict().items()}
+        told |= {f"given.{name}": on_cpu(value) for name, value in self.given.items()}
+        for name, parameter in self.adapters.named_parameters():
+            told |= {f"optimizer.{key}.{name}": on_cpu(value) for key, value in self.optimizer.state[parameter].items()}
+        return told | {"fusions": torch.tensor(self.fusions)}
+
+    def load(self, told: Mapping[str, Tensor]) -> None:
+        """What `state` gave."""
+        parts: dict[str, dict[str, Tensor]] = {"adapter": {}, "given": {}, "optimizer": {}}
+        for name, value in told.items():
+            part, _, key = name.partition(".")
+            if key:
+                parts[part][key] = value
+        self.adapters.load_state_dict(parts["adapter"])
+        self.given, self.fusions = parts["given"], int(told["fusions"])
+        for name, parameter in self.adapters.named_parameters():
+            kept = {key.partition(".")[0]: value for key, value in parts["optimizer"].items() if key.partition(".")[2] == name}  # fmt: skip
+            if kept:
+                self.optimizer.state[parameter] = {
+                    key: value.clone() if key == "step" else value.to(self.device, copy=True)
+                    for key, value in kept.items()
+                }
+
+
+def _shape(tensor: Tensor) -> tuple[int, int]:
+    rows, columns = as_matrix(tensor).shape
+    return rows, columns
+
+
+def _distance(one: Weights, other: Weights) -> float:
+    return math.sqrt(sum(float((one[name] - other[name]).square().sum()) for name in one))

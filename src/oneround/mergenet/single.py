@@ -1,0 +1,103 @@
+"""MergeNet on one machine: student and teacher learn side by side, and every few batches the student looks at the teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from oneround.learning.companion import Companion, CompanionPart, companions
+from oneround.learning.step import Stepper
+from oneround.mergenet.adapter import Adapter
+from oneround.mergenet.merger import Merger, Pair, default_pairs
+from oneround.mergenet.teacher import Teacher, network_of, teachers_recipe
+from oneround.models import PrototypeNet
+from oneround.models.prototype import on_cpu
+from oneround.protocol import Broadcast
+from oneround.recipe import Count
+from oneround.site import Site
+
+
+@companions.register("mergenet")
+class Beside(CompanionPart):
+    """A larger network that learns from the same batches and hands its knowledge over through an adapter."""
+
+    teacher: Teacher = Teacher()
+    """Its encoder and learning rate; it begins with random weights."""
+    adapter: Adapter = Adapter()
+    pairs: list[Pair] = Field(default=[])
+    """As in the fusion rule `mergenet`."""
+    every: Count = 10
+    """Batches between two fusions."""
+
+    def join(self, broadcast: Broadcast, site: Site) -> Companion:
+        return Together(self, broadcast, site)
+
+
+class Together:
+    """The teacher, its optimiser, and the adapter beside one student."""
+
+    def __init__(self, options: Beside, broadcast: Broadcast, site: Site) -> None:
+        self.options, self.device, self.steps = options, site.device, 0
+        recipe = teachers_recipe(broadcast.recipe, options.teacher, broadcast.recipe.training.epochs)
+        training = recipe.training.model_copy(update={"batch_size": broadcast.recipe.training.batch_size})
+        fresh = network_of(options.teacher, broadcast).weights()
+        sent = replace(broadcast, recipe=recipe.model_copy(update={"training": training}), weights=fresh, extras={})
+        local = site.local
+        self.teacher = Stepper(
+            sent, self.device, bf16=site.bf16, compiled=local.compile, recorded=local.record, beside=True
+        )
+        self.teacher.net.load_state_dict(fresh)
+        self.teacher.restart()
+        self.pace = options.teacher.learning_rate / broadcast.recipe.training.learning_rate
+        pairs = options.pairs or default_pairs(broadcast.recipe, broadcast.shape[0])
+        seed = broadcast.recipe.seeds.initialisation
+        self.merger = Merger(pairs, options.adapter, broadcast.weights, fresh, seed, self.device)
+        self.total = broadcast.recipe.training.epochs
+        self.seen: list[dict[str, float]] = []
+
+    def after_step(
+        self, net: PrototypeNet, pixels: Tensor, labels: Tensor, numbers: Tensor, rate: float, last: bool
+    ) -> None:
+        self.teacher.net.train()
+        self.teacher(pixels, labels, numbers, rate * self.pace)
+        self.steps += 1
+        if self.steps % self.options.every or last:
+            return
+        student, teacher = net.state_dict(), self.teacher.net.state_dict()
+        learned = self.merger.learn(student, teacher)
+        if learned:
+            self.seen.append(learned)
+        fused = self.merger.fuse(student, teacher)
+        with torch.no_grad():
+            for pair in self.merger.pairs:
+                if bool(torch.isfinite(fused[pair.student]).all()):
+                    student[pair.student].copy_(fused[pair.student])
+
+    def report(self) -> dict[str, float]:
+        told = {
+            f"adapter_{key}": sum(each[key] for each in self.seen) / len(self.seen) for key in (self.seen or [{}])[0]
+        }
+        self.seen = []
+        self.teacher.now.sums.zero_()
+        return told
+
+    def state(self) -> dict[str, Tensor]:
+        told = {f"merger.{name}": value for name, value in self.merger.state().items()}
+        told |= {f"teacher.{name}": on_cpu(value) for name, value in self.teacher.net.state_dict().items()}
+        told |= {f"momentum.{name}": on_cpu(value) for name, value in self.teacher.momentum.items()}
+        return told | {"steps": torch.tensor(self.steps)}
+
+    def load(self, told: Mapping[str, Tensor]) -> None:
+        parts: dict[str, dict[str, Tensor]] = {"merger": {}, "teacher": {}, "momentum": {}}
+        for name, value in told.items():
+            part, _, key = name.partition(".")
+            if key:
+                parts[part][key] = value
+        self.merger.load(parts["merger"])
+        self.teacher.net.load_state_dict(parts["teacher"])
+        self.teacher.restart(parts["momentum"])
+        self.steps = int(told["steps"])
