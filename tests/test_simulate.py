@@ -39,7 +39,7 @@ def final(folder: Path) -> dict[str, object]:
 
 def timeless(folder: Path) -> list[dict[str, object]]:
     events = [
-        {key: value for key, value in event.items() if key != "seconds"}
+        {key: value for key, value in event.items() if key not in ("seconds", "elapsed")}
         for event in MetricsLog(folder / "metrics.jsonl")
     ]
     return sorted(events, key=lambda event: json.dumps(event, sort_keys=True))

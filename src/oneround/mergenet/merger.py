@@ -83,33 +83,38 @@ class Merger:
         """One step towards what training made of the last fusion; `progress` (0…1) of all fusions. What it saw, in numbers."""
         if not self.given:
             return {}
-        self.adapters.train()
+        goals = {pair.student: reached[pair.student].detach().to(self.device).float() for pair in self.pairs}
+        with torch.no_grad():
+            out = self._outputs(self.given, teacher)
+        size = math.sqrt(sum(float(goal.square().sum()) for goal in goals.values()))
+        told = {"error": _distance(out, goals) / max(size, 1e-12), "adapter_moved": 0.0}
         rate = self.options.learning_rate
         if self.options.schedule == "cosine":
             rate *= (1 + math.cos(math.pi * progress)) / 2
+        if rate:
+            told |= self._step(goals, teacher, rate)
+        self.given = {}
+        return told
+
+    def _step(self, goals: Weights, teacher: Weights, rate: float) -> dict[str, float]:
+        """Descend along the vector–Jacobian product, with dropout; one whose gradient is not finite is left out."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         devices = [self.device] if self.device.type == "cuda" else []
+        self.adapters.train()
         with torch.enable_grad(), torch.random.fork_rng(devices=devices):
             torch.manual_seed(derive(self.seed, "dropout", self.fusions))
             out = self._outputs(self.given, teacher)
-        goals = {name: reached[name].detach().to(self.device).float() for name in out}
-        torch.autograd.backward(list(out.values()), [(out[name] - goals[name]).detach() for name in out])
-        norm = nn.utils.clip_grad_norm_(self.adapters.parameters(), self.options.clip_norm)
         self.adapters.eval()
-        with torch.no_grad():
-            plain = self._outputs(self.given, teacher)
-        apart, size = _distance(plain, goals), math.sqrt(sum(float(goal.square().sum()) for goal in goals.values()))
+        torch.autograd.backward(list(out.values()), [(out[name] - goals[name]).detach() for name in out])
+        norm = float(nn.utils.clip_grad_norm_(self.adapters.parameters(), self.options.clip_norm))
         before = [parameter.detach().clone() for parameter in self.adapters.parameters()]
-        if math.isfinite(float(norm)):
+        if math.isfinite(norm):
             self.optimizer.step()
-        moved = sum(
-            float((now.detach() - was).square().sum())
-            for now, was in zip(self.adapters.parameters(), before, strict=True)
-        )
-        self.given = {}
-        return {"error": apart / max(size, 1e-12), "gradient_norm": float(norm), "adapter_moved": math.sqrt(moved)}
+        now = self.adapters.parameters()
+        moved = sum(float((each.detach() - was).square().sum()) for each, was in zip(now, before, strict=True))
+        return {"gradient_norm": norm, "adapter_moved": math.sqrt(moved)}
 
     def _outputs(self, student: Weights, teacher: Weights) -> dict[str, Tensor]:
         found = {}

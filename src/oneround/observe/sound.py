@@ -15,7 +15,8 @@ def sound_event(event: Any) -> dict[str, Any] | None:
     if not isinstance(event, dict) or not isinstance(event.get("epoch"), int):
         return None
     kind = event.get("event")
-    if not isinstance(kind, str) or not isinstance(event.get("rule" if kind == "snapshot" else "client"), str):
+    whose = "rule" if kind in ("snapshot", "fusion") else "client"
+    if not isinstance(kind, str) or not isinstance(event.get(whose), str):
         return None
     if kind in ("client", "snapshot") and not is_share(event.get("accuracy")):
         return None

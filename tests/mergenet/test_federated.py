@@ -1,0 +1,235 @@
+"""MergeNet in whole runs: between rounds, on one machine, over Flower, against its yardsticks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import small_recipe
+from oneround.data import Dataset
+from oneround.errors import OutOfTime, RecipeError, RunError
+from oneround.federate.server import Pace, serve
+from oneround.mergenet import Merger
+from oneround.models.encoders import encoders
+from oneround.models.prototype import initialise
+from oneround.observe.log import MetricsLog
+from oneround.protocol import GlobalModel, blob
+from oneround.recipe import Recipe
+from oneround.runs import RunFolder
+from oneround.simulate import run
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "federate"))
+from inprocess import InProcess
+
+SHORT = {"training__schedule": "constant", "training__milestones": []}
+TEACHER = {"encoder": {"kind": "cnn", "width": 8}, "epochs": 2}
+ADAPTER = {"width": 8, "heads": 2, "layers": 1}
+
+
+def federated(kind: str = "mergenet", rounds: int = 4, more: dict[str, Any] | None = None, **changes: Any) -> Recipe:
+    """Digits, three clients, narrow networks, one epoch a round."""
+    preset = {"mergenet": "mergenet", "taught": "fedavg+taught", "average": "fedavg"}[kind]
+    extra = {"adapter": ADAPTER} if kind == "mergenet" else {}
+    rule = {"kind": kind, **({} if kind == "average" else {"teacher": TEACHER, **extra, **(more or {})})}
+    usual = {
+        "rounds": rounds, "partition__clients": 3, "partition__alpha": 1.0, "local__workers": 1, "public": 0.3, "validation": 0.2,
+        "fusion": [rule, "average"] if kind != "average" else ["average"], **SHORT,
+    }  # fmt: skip
+    return small_recipe(preset, **{**usual, **changes})
+
+
+def fusions(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in MetricsLog(folder / "metrics.jsonl") if event["event"] == "fusion"]
+
+
+def contents(folder: Path) -> list[str]:
+    return [upload.content for upload in RunFolder(folder).uploads()]
+
+
+def test_the_adapter_fuses_learns_and_tells(digits: Dataset, tmp_path: Path) -> None:
+    result = run(federated(), tmp_path, data=digits)
+    told = {event["round"]: event for event in fusions(tmp_path)}
+    assert (
+        "accepted" not in told[1] and all(told[number]["accepted"] for number in (2, 3)) and "accepted" not in told[4]
+    )
+    assert all(told[number]["adapter_moved"] > 0 for number in (3, 4))  # the first lesson is after the first fusion
+    ours, plain = result.curves["mergenet teacher.encoder=cnn width=8 teacher.epochs=2 adapter.width=8 adapter.heads=2 adapter.layers=1"], result.curves["average"]  # fmt: skip
+    assert ours[1] == plain[1] and ours[4] == plain[4] and ours[2] != plain[2]
+
+
+def test_switched_off_it_is_plain_averaging(digits: Dataset, tmp_path: Path) -> None:
+    run(federated(more={"every": 0}, rounds=3), tmp_path / "off", data=digits)
+    run(federated("average", rounds=3), tmp_path / "plain", data=digits)
+    off, plain = (GlobalModel.load(tmp_path / name / "model").inference.state_dict() for name in ("off", "plain"))
+    assert all(torch.equal(off[name], value) for name, value in plain.items())
+    assert not (tmp_path / "off" / "server").exists()
+
+
+def test_the_same_through_a_simulation_and_flower(digits: Dataset, tmp_path: Path) -> None:
+    recipe = federated(participation__fraction=0.6)
+    run(recipe, tmp_path / "simulated", data=digits)
+    nodes = {10 + k: {"partition-id": k, "num-partitions": 3} for k in range(3)}
+    serve(InProcess(nodes), recipe, tmp_path / "carried", Pace(poll=0.01, patience=0.0, farewell=0.0))
+    assert contents(tmp_path / "simulated") == contents(tmp_path / "carried")
+    simulated, carried = (
+        json.loads((tmp_path / name / "result.json").read_text()) for name in ("simulated", "carried")
+    )
+    assert simulated["rules"] == carried["rules"]
+    assert fusions(tmp_path / "simulated") == fusions(tmp_path / "carried")
+
+
+def test_a_server_started_again_between_rounds_goes_on(digits: Dataset, tmp_path: Path) -> None:
+    recipe = federated(rounds=3)
+    run(recipe, tmp_path / "whole", data=digits)
+    nodes = {10 + k: {"partition-id": k, "num-partitions": 3} for k in range(3)}
+    pace = Pace(poll=0.01, patience=0.0, farewell=0.0)
+
+    class Dies(InProcess):
+        def push_messages(self, messages: Any) -> Any:
+            if len(self.sent) >= 5:  # two rounds are not over yet
+                raise KeyboardInterrupt
+            return super().push_messages(messages)
+
+    with pytest.raises(KeyboardInterrupt):
+        serve(Dies(nodes), recipe, tmp_path / "carried", pace)
+    serve(InProcess(nodes), recipe, tmp_path / "carried", pace)
+    assert contents(tmp_path / "whole") == contents(tmp_path / "carried")
+    told = json.loads((tmp_path / "carried" / "result.json").read_text())
+    rounds = json.loads((tmp_path / "carried" / "traffic.json").read_text())
+    assert list(rounds) == ["1", "2", "3"]
+    assert told["bytes_up"] == sum(up for each in rounds.values() for _, up in each.values())
+
+
+def test_stopped_and_resumed_it_ends_the_same(digits: Dataset, tmp_path: Path) -> None:
+    import time
+
+    recipe = federated(local__checkpoint_seconds=0.0, rounds=3, more={"teacher": {**TEACHER, "learns_on": True}})
+    run(recipe, tmp_path / "whole", data=digits)
+    stops = 0
+    while True:
+        try:
+            run(recipe, tmp_path / "parts", data=digits, resume=True, deadline=time.time())
+            break
+        except OutOfTime:
+            stops += 1
+    assert stops >= 3 and contents(tmp_path / "whole") == contents(tmp_path / "parts")
+    assert fusions(tmp_path / "whole") == fusions(tmp_path / "parts")
+
+
+def test_what_is_not_finite_is_never_sent(digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Merger._outputs
+
+    def broken(self: Merger, *given: Any) -> Any:
+        return {name: value * float("nan") for name, value in plain(self, *given).items()}
+
+    monkeypatch.setattr(Merger, "_outputs", broken)
+    run(federated(rounds=3), tmp_path / "broken", data=digits)
+    run(federated("average", rounds=3), tmp_path / "plain", data=digits)
+    second = next(event for event in fusions(tmp_path / "broken") if event["round"] == 2)
+    assert not second["accepted"] and second["reason"] == "not finite"
+    ours, theirs = (GlobalModel.load(tmp_path / name / "model").inference.state_dict() for name in ("broken", "plain"))
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def test_a_fused_network_that_is_worse_by_too_much_is_not_sent(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Merger._outputs
+    monkeypatch.setattr(Merger, "_outputs", lambda self, *given: {name: 0 * value for name, value in plain(self, *given).items()})  # fmt: skip
+    run(federated(rounds=3, more={"accept_if": 0.02, "start_round": 2}), tmp_path / "careful", data=digits)
+    run(federated(rounds=3), tmp_path / "bold", data=digits)
+    careful, bold = (
+        next(event for event in fusions(tmp_path / name) if event["round"] == 2) for name in ("careful", "bold")
+    )
+    assert careful["fused_validation"] < careful["average_validation"] - 0.02
+    assert not careful["accepted"] and bold["accepted"]
+    assert "the fused network is not sent" in (tmp_path / "careful" / "run.log").read_text()
+
+
+def test_the_average_can_be_taught_by_the_same_teacher(digits: Dataset, tmp_path: Path) -> None:
+    result = run(federated("taught", rounds=2), tmp_path / "taught", data=digits)
+    run(federated(rounds=2, more={"start_round": 1}), tmp_path / "fused", data=digits)
+    taught, fused = (
+        blob.read(tmp_path / name / "server" / "teacher.safetensors", "teacher")[1] for name in ("taught", "fused")
+    )
+    assert all(torch.equal(fused[name], value) for name, value in taught.items())
+    ours = next(curve for name, curve in result.curves.items() if name.startswith("taught"))
+    assert ours[1] != result.curves["average"][1]
+
+
+def test_a_teacher_from_a_file(digits: Dataset, tmp_path: Path) -> None:
+    import safetensors.torch
+
+    given = initialise(encoders.parse(TEACHER["encoder"]), 1, 10, seed=9, head="linear")
+    safetensors.torch.save_file(given.weights(), tmp_path / "teacher.safetensors")
+    more = {"teacher": {**TEACHER, "from_file": True}}
+    with pytest.raises(RecipeError, match=r"teacher.from_file needs local.teacher_weights"):
+        run(federated(rounds=2, more={**more, "start_round": 1}), tmp_path / "without", data=digits)
+    here = {"local__teacher_weights": str(tmp_path / "teacher.safetensors")}
+    run(federated(rounds=2, more={**more, "start_round": 1}, **here), tmp_path / "with", data=digits)
+    kept = safetensors.torch.load_file(tmp_path / "with" / "server" / "teacher.safetensors")
+    assert torch.equal(kept["prototypes"], given.weights()["prototypes"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"public": 0.0, "validation": 0.0}, "mergenet needs public images"),
+        ({"more": {"accept_if": 0.1}, "validation": 0.0}, "mergenet chooses on images the server holds back"),
+        ({"more": {"accept_if": -0.1}}, "accept_if"),
+        ({"more": {"adapter": {"heads": 0}}}, "heads"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_trained(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(RecipeError, match=text):
+        federated(**changes)
+
+
+def test_a_pair_that_is_not_there_is_named(digits: Dataset, tmp_path: Path) -> None:
+    pairs = [{"student": "encoder.convolutions.7.weight", "teacher": "prototypes"}]
+    with pytest.raises(
+        (RecipeError, RunError), match=r"the student has no matrix encoder.convolutions.7.weight; it has"
+    ):
+        run(federated(rounds=3, more={"pairs": pairs}), tmp_path, data=digits)
+
+
+def test_on_one_machine_student_and_teacher_learn_side_by_side(digits: Dataset, tmp_path: Path) -> None:
+    companion = {"kind": "mergenet", "teacher": TEACHER, "adapter": ADAPTER, "every": 5}
+    usual = {"public": 0.3, "validation": 0.2, "companion": companion, "local__checkpoint_seconds": 0.0, **SHORT}
+    recipe = small_recipe("mergenet-single", **usual, training__epochs=3)
+    run(recipe, tmp_path / "whole", data=digits)
+    epochs = [event for event in MetricsLog(tmp_path / "whole" / "metrics.jsonl") if event["event"] == "epoch"]
+    assert all(event["adapter_adapter_moved"] > 0 for event in epochs)
+    alone = small_recipe("mergenet-single", **{**usual, "companion": None}, training__epochs=3)
+    run(alone, tmp_path / "alone", data=digits)
+    assert contents(tmp_path / "alone") != contents(tmp_path / "whole")
+    stops = 0
+    while True:
+        try:
+            run(recipe, tmp_path / "parts", data=digits, resume=True, deadline=0.0)
+            break
+        except OutOfTime:
+            stops += 1
+    assert stops >= 2
+    same = [
+        [upload.weights["prototypes"] for upload in RunFolder(tmp_path / name).uploads()] for name in ("whole", "parts")
+    ]
+    assert torch.equal(same[0][0], same[1][0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters", "last"), [("mobilenet-v2", 2_351_972, (100, 1280)), ("resnet50", 23_705_252, (100, 2048))]
+)
+def test_published_sizes_for_a_hundred_classes(kind: str, parameters: int, last: tuple[int, int]) -> None:
+    net = initialise(encoders.parse(kind), 3, 100, seed=1, head="linear")
+    assert sum(each.numel() for each in net.parameters()) == parameters
+    assert tuple(net.prototypes.shape) == last
+    if kind == "mobilenet-v2":
+        assert tuple(net.state_dict()["encoder.blocks.15.layers.6.weight"].shape) == (160, 960, 1, 1)
+    with torch.no_grad():
+        assert net.eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
