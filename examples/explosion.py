@@ -1,4 +1,3 @@
-# ruff: noqa: T201
 """Why λ explodes, on the embedded digits: V12 against its four cures, three seeds each, in about a minute on two cores.
 
     python examples/explosion.py

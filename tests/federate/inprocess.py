@@ -60,4 +60,4 @@ class InProcess(Grid):
         return list(self.nodes)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        raise NotImplementedError
+        return self.pull_messages(list(self.push_messages(messages)))

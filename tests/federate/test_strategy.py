@@ -1,0 +1,74 @@
+"""The fusion alone, in a Flower app that is not ours: the example, run on a grid without processes."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from inprocess import InProcess
+
+from oneround.federate.strategy import MergeNet
+from oneround.mergenet import Merger
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "mergenet_strategy.py"
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mergenet_strategy", EXAMPLE)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def federate(example: ModuleType, rounds: int = 4, **options: Any) -> tuple[MergeNet, dict[str, torch.Tensor]]:
+    torch.manual_seed(3)
+    teacher = example.train_on(example.network(128), slice(1500, 1797)).state_dict()
+    strategy = MergeNet(teacher, [("0.weight", "0.weight")], fraction_evaluate=0.0, **options)
+    grid = InProcess({number: {"partition-id": number} for number in range(3)}, answer=example.client)
+    start = example.network(16).state_dict()
+    return strategy, strategy.start(grid, ArrayRecord(start), num_rounds=rounds).arrays.to_torch_state_dict()
+
+
+def test_the_example_fuses_and_its_adapter_learns(example: ModuleType) -> None:
+    strategy, arrays = federate(example)
+    assert [told["round"] for told in strategy.trace] == [2, 3, 4] and all(told["accepted"] for told in strategy.trace)
+    assert all(told["adapter_moved"] > 0 for told in strategy.trace[1:])
+    net = example.network(16)
+    net.load_state_dict(arrays)
+    assert all(torch.isfinite(value).all() for value in arrays.values())
+    lines = [line for line in EXAMPLE.read_text().splitlines() if line.strip()]
+    assert len(lines) < 40
+
+
+def test_a_fused_network_that_is_judged_worse_is_not_sent(example: ModuleType) -> None:
+    def judge(arrays: dict[str, torch.Tensor]) -> float:
+        net = example.network(16)
+        net.load_state_dict(arrays)
+        return float((net.eval()(example.images[1500:]).argmax(1) == example.labels[1500:]).float().mean())
+
+    strategy, arrays = federate(example, rounds=2, judge=judge, accept_if=-1.0)  # must be better by all there is
+    plain, averaged = federate(example, rounds=2, start_round=9)
+    assert not strategy.trace[0]["accepted"] and plain.trace == []
+    assert all(torch.allclose(arrays[name], value, atol=1e-6) for name, value in averaged.items())
+
+
+def test_what_is_not_finite_is_not_sent(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Merger._outputs
+    monkeypatch.setattr(
+        Merger, "_outputs", lambda *given: {name: value * float("nan") for name, value in plain(*given).items()}
+    )
+    strategy, arrays = federate(example, rounds=3)
+    assert not any(told["accepted"] for told in strategy.trace)
+    assert all(torch.isfinite(value).all() for value in arrays.values())
+
+
+def test_numbers_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="every = 0"):
+        MergeNet({}, [("a", "b")], every=0)
