@@ -53,8 +53,8 @@ class Desk:
                 f"participation.fraction = {self.recipe.participation.fraction:g}: sites that bring their own data all take part in every "
                 "round; set it to 1"
             )
-        if self.recipe.quorum and self.recipe.quorum > self.expected:
-            raise RecipeError(f"quorum = {self.recipe.quorum}: must be ≤ {self.expected}, the number of sites")
+        if self.recipe.quorum and self.recipe.quorum > self.sites:
+            raise RecipeError(f"quorum = {self.recipe.quorum}: must be ≤ {self.sites}, the number of sites")
         self._begin_round(self._open())
         self.late = place.result.exists()
         """Whether the model is made already: what comes now is kept for `oneround fuse`."""
@@ -179,9 +179,14 @@ class Desk:
         return self.plan.participants(self.broadcast.round) if self.plan else []
 
     @property
+    def sites(self) -> int:
+        """How many sites there are."""
+        return len(self.plan.clients) if self.plan else partitions.of(self.recipe.partition).clients
+
+    @property
     def expected(self) -> int:
-        """How many sites take part in this round."""
-        return len(self.wanted) or partitions.of(self.recipe.partition).clients
+        """How many of them take part in this round."""
+        return len(self.wanted) or self.sites
 
     @property
     def quorum(self) -> int:
