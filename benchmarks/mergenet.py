@@ -1,0 +1,313 @@
+"""Does a small federated network learn from a large one through its parameters? MergeNet against its yardsticks, and seed 003's four questions.
+
+    python benchmarks/mergenet.py --data cifar10 --data-dir data --minutes 9        # a part of it; run again to go on
+    python benchmarks/mergenet.py --methods fused fedavg --alphas 0.5 --seeds 1 2 3
+    python benchmarks/mergenet.py --render results/cifar10_mergenet.json            # the page again, from the record
+
+Clients train MobileNetV2, the teacher is ResNet-50, trained once per seed on the server's tenth of the images. All methods see the
+same partitions, start from the same weights and use the same teacher:
+    fused         the average looks at the teacher's parameters before it goes out again
+    fused, unscaled   the same with rows as the layer norm leaves them, as published
+    fedavg        plain averaging
+    taught        the average learns the teacher's answers on the server's images
+    alone         no exchange: every client trains as long on its own images
+    pooled        the student on all clients' images in one place
+    single        MergeNet on one machine: all images, student and teacher side by side
+What is done is not done again: runs are resumed from --runs, and what OUT.json holds is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from oneround.data import load_dataset
+from oneround.errors import OutOfTime
+from oneround.fusion.average import single
+from oneround.fusion.merged import accuracy
+from oneround.mergenet import Teacher, teacher_of
+from oneround.observe.environment import environment
+from oneround.observe.log import MetricsLog
+from oneround.observe.statistics import Summary, paired
+from oneround.observe.tables import difference_in_words
+from oneround.parts import slot
+from oneround.reading import load, parse_override
+from oneround.recipe import Recipe
+from oneround.runs import Plan
+from oneround.simulate import run
+from oneround.site import choose_device
+
+METHODS = ("fused", "fused, unscaled", "fedavg", "taught", "alone", "pooled", "single")
+THRESHOLDS = (0.5, 0.6, 0.7, 0.75)
+Cell = tuple[str, float, int]
+
+
+def recipe_of(cell: Cell, options: argparse.Namespace) -> Recipe:
+    """What a method is; everything that is not its point is the same for all."""
+    method, alpha, seed = cell
+    rounds, epochs = options.rounds, options.epochs
+    teacher = {"from_file": True, "encoder": options.teacher}
+    merge = {"kind": "mergenet", "teacher": teacher}
+    preset, changes = {
+        "fused": ("mergenet", {"fusion": [merge, "average"]}),
+        "fused, unscaled": ("mergenet", {"fusion": [{**merge, "adapter": {"rescale": False}}, "average"]}),
+        "fedavg": ("fedavg", {}),
+        "taught": ("fedavg+taught", {"fusion": [{"kind": "taught", "teacher": teacher}, "average"]}),
+        "alone": ("fedavg", {"rounds": 1, "training.epochs": rounds * epochs, "snapshots": epochs}),
+        "pooled": ("fedavg", {"rounds": 1, "training.epochs": rounds * epochs, "partition.clients": 1, "snapshots": epochs}),
+        "single": ("mergenet-single", {"training.epochs": rounds * epochs, "snapshots": epochs, "companion.teacher.encoder": options.teacher}),
+    }[method]  # fmt: skip
+    usual: dict[str, Any] = {
+        "data.kind": options.data, "local.data_path": options.data_dir, "model.encoder": options.student, "rounds": rounds,
+        "training.epochs": epochs, "training.schedule": "cosine", "training.milestones": [], "partition.alpha": alpha,
+        "partition.clients": options.clients, "public": 0.1, "validation": 0.1, "validation_from": "public", "trace.every": 0,
+        "local.checkpoint_seconds": 20.0, **{f"seeds.{kind}": seed for kind in ("partition", "initialisation", "training")},
+    }  # fmt: skip
+    if method == "single":
+        usual |= {"rounds": 1, "partition.clients": 1}
+    if method in ("fused", "fused, unscaled", "taught"):
+        usual["local.teacher_weights"] = str(options.runs / f"teacher-{seed}" / "server" / "teacher.safetensors")
+    return load(preset, [*{**usual, **changes}.items(), *(parse_override(text) for text in options.sets)])
+
+
+def teach(seed: int, options: argparse.Namespace, data: Any) -> float:
+    """Train the teacher of a seed once, for all methods; its accuracy on test images."""
+    recipe = load("mergenet", [
+        ("data.kind", options.data), ("local.data_path", options.data_dir), ("model.encoder", options.student), ("public", 0.1), ("validation", 0.1),
+        ("seeds.partition", seed), ("seeds.initialisation", seed), ("seeds.training", seed),
+    ])  # fmt: skip
+    plan = Plan.of(recipe, data)
+    server, broadcast = plan.server(options.runs / f"teacher-{seed}"), plan.prepare()
+    chosen = Teacher(encoder=slot("encoder").parse(options.teacher), epochs=options.teacher_epochs)
+    with server.arithmetic(10**8):
+        weights = teacher_of(chosen, broadcast, server)
+    large = broadcast.recipe.model_copy(
+        update={"model": broadcast.recipe.model.model_copy(update={"encoder": chosen.encoder})}
+    )
+    return accuracy(
+        single(weights, replace(broadcast, recipe=large), server), data.test, plan.recipe, choose_device("auto")
+    )
+
+
+def measure(cell: Cell, options: argparse.Namespace, data: Any, deadline: float) -> dict[str, Any] | None:
+    """One run, or None if the time is over before it is finished."""
+    method, alpha, seed = cell
+    folder = options.runs / f"{method.replace(', ', '-')}-{alpha}-{seed}"
+    try:
+        result = run(recipe_of(cell, options), folder, data=data, resume=True, deadline=deadline)
+    except OutOfTime:
+        return None
+    told = json.loads((folder / "result.json").read_text())
+    events = list(MetricsLog(folder / "metrics.jsonl"))
+    epochs = options.epochs
+    curve = [event for event in events if event["event"] == "snapshot" and event["rule"] == "average"]
+    spread: dict[int, list[float]] = {}
+    for event in events:
+        if event["event"] == "client":
+            spread.setdefault(event["epoch"] // epochs, []).append(event["accuracy"])
+    return {
+        "method": method, "alpha": alpha, "seed": seed, "digest": result.partition, "accuracy": result.rules["average"],
+        "clients": dict(result.clients), "bytes_up": told["bytes_up"], "bytes_down": told["bytes_down"],
+        "rounds": [
+            {"round": event["epoch"] // epochs, **{key: event[key] for key in ("accuracy", "top5", "loss", "elapsed", "validation") if key in event}}
+            for event in curve
+        ],
+        "sent": {event["epoch"] // epochs: event["accuracy"] for event in events if event["event"] == "snapshot" and event["rule"] != "average"},
+        "clients_spread": {number: statistics.pstdev(values) for number, values in spread.items()},
+        "fusions": [event for event in events if event["event"] == "fusion"],
+        "seconds": curve[-1]["elapsed"],
+    }  # fmt: skip
+
+
+def render(record: dict[str, Any]) -> str:
+    """The record as a page of Markdown."""
+    cells, where = record["cells"], record["environment"]
+    lines = [
+        f"# MergeNet on {record['data']}\n",
+        f"{record['student']} learns from {record['teacher']}; {record['clients']} clients, {record['rounds']} rounds of {record['epochs']} local epoch(s), "
+        "cosine learning rate. The server keeps a tenth of the images (for the teacher, to teach and to choose by). Test accuracy in % of the last "
+        "average, mean ± 95 % interval (each seed: partition, start and shuffles).\n",
+        "The teacher alone: " + ", ".join(f"{100 * value:.1f} (seed {seed})" for seed, value in record["teachers"].items()) + "\n",
+    ]  # fmt: skip
+    for alpha in dict.fromkeys(cell["alpha"] for cell in cells):
+        here = [cell for cell in cells if cell["alpha"] == alpha]
+        lines += [f"## α = {alpha}\n", *_table(here, record["rounds"]), ""]
+    lines += ["## The four questions of seed 003\n", *_answers(cells), ""]
+    lines += [
+        f"- device: {where['device']}; torch {where['packages']['torch']}; commits {', '.join(sorted({str(cell['commit']) for cell in cells}))}",
+        f"- command: `python benchmarks/mergenet.py {record['arguments']}`",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(cells: list[dict[str, Any]], rounds: int) -> list[str]:
+    base = {cell["seed"]: cell for cell in cells if cell["method"] == "fedavg"}
+    reached = [f"rounds (s) to {100 * threshold:.0f} %" for threshold in THRESHOLDS]
+    heads = [
+        "method",
+        "top-1",
+        "minus fedavg",
+        "best",
+        "top-5",
+        "loss",
+        *reached,
+        "spread of clients",
+        "MB per round",
+        "seconds",
+    ]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for method in (method for method in METHODS if any(cell["method"] == method for cell in cells)):
+        mine = [cell for cell in cells if cell["method"] == method]
+        last = [cell["rounds"][-1] for cell in mine]
+        both = [(cell, base[cell["seed"]]) for cell in mine if cell["seed"] in base and method != "fedavg"]
+        against = _difference(both)
+        lines.append("| " + " | ".join([
+            method, _words([100 * cell["accuracy"] for cell in mine]), against,
+            _words([100 * max(each["accuracy"] for each in cell["rounds"]) for cell in mine]),
+            f"{statistics.mean(100 * each['top5'] for each in last):.1f}", f"{statistics.mean(each['loss'] for each in last):.3f}",
+            *(_reached(mine, threshold) for threshold in THRESHOLDS),
+            f"{100 * statistics.mean(list(cell['clients_spread'].values())[-1] for cell in mine):.1f}",
+            f"{statistics.mean(cell['bytes_up'] + cell['bytes_down'] for cell in mine) / 1e6 / rounds:.0f}" if method not in ("pooled", "single", "alone") else "–",
+            f"{statistics.mean(cell['seconds'] for cell in mine):.0f}",
+        ]) + " |")  # fmt: skip
+    return lines
+
+
+def _reached(cells: list[dict[str, Any]], threshold: float) -> str:
+    """First round (and second) at which the average is that good; how many seeds got there, if not all."""
+    first = [next((each for each in cell["rounds"] if each["accuracy"] >= threshold), None) for cell in cells]
+    there = [each for each in first if each is not None]
+    if not there:
+        return "never"
+    words = f"{statistics.mean(each['round'] for each in there):.1f} ({statistics.mean(each['elapsed'] for each in there):.0f})"
+    return words if len(there) == len(cells) else f"{words}, {len(there)} of {len(cells)}"
+
+
+def _difference(both: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    mine, theirs = [100 * one["accuracy"] for one, _ in both], [100 * other["accuracy"] for _, other in both]
+    if not both:
+        return ""
+    if len(both) == 1:
+        return f"{mine[0] - theirs[0]:+.1f} (one seed)"
+    return difference_in_words(paired(mine, theirs))
+
+
+def _answers(cells: list[dict[str, Any]]) -> list[str]:
+    """The questions in order, each with the differences that answer it, α by α."""
+    questions = {
+        "1. Does MergeNet work together with federated learning? Fused minus plain averaging": ("fused", "fedavg"),
+        "   and against the same teacher's answers instead of its parameters: fused minus taught": ("fused", "taught"),
+        "2. Is federated training with fusion better than fusion on one machine? Fused minus single": (
+            "fused",
+            "single",
+        ),
+        "3. Does averaging help? Fused minus the mean client that trains alone": ("fused", "alone"),
+        "4. Is it as good while data stay where they are? Fused minus the student on pooled images": (
+            "fused",
+            "pooled",
+        ),
+    }
+    lines = []
+    for question, (one, other) in questions.items():
+        found = []
+        for alpha in dict.fromkeys(cell["alpha"] for cell in cells):
+            mine = {cell["seed"]: cell for cell in cells if (cell["method"], cell["alpha"]) == (one, alpha)}
+            theirs = {cell["seed"]: _fair(cell) for cell in cells if cell["method"] == other and (cell["alpha"] == alpha or other in ("pooled", "single"))}  # fmt: skip
+            both = [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
+            if both:
+                found.append(f"α = {alpha}: {_difference(both)}")
+        lines.append(f"- {question.strip()}: {'; '.join(found) or 'not measured'}.")
+    return lines
+
+
+def _fair(cell: dict[str, Any]) -> dict[str, Any]:
+    """A cell whose accuracy is that of the mean client, where nothing is exchanged."""
+    return {**cell, "accuracy": statistics.mean(cell["clients"].values())} if cell["method"] == "alone" else cell
+
+
+def _words(values: list[float]) -> str:
+    found = Summary(tuple(values))
+    margin = f" ± {found.margin:.1f}" if found.margin is not None else ""
+    return f"{found.mean:.1f}{margin}" + (
+        f" ({' '.join(f'{value:.1f}' for value in values)})" if len(values) > 1 else ""
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="cifar10")
+    parser.add_argument("--data-dir")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
+    parser.add_argument(
+        "--alphas", type=float, nargs="+", default=[0.5, 10.0, 100.0], help="all seeds on the first, one on the others"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--clients", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--student", type=json.loads, default="mobilenet-v2", help="an encoder, as JSON")
+    parser.add_argument("--teacher", type=json.loads, default="resnet50", help="an encoder, as JSON")
+    parser.add_argument("--teacher-epochs", type=int, default=30)
+    parser.add_argument("--minutes", type=float, default=600, help="stop after so long; what is done is kept")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
+    parser.add_argument("--runs", type=Path, default=Path("runs/mergenet"))
+    parser.add_argument("--out", type=Path, default=Path("results/cifar10_mergenet"))
+    parser.add_argument("--render", type=Path, metavar="RECORD.json", help="only make the page of a record again")
+    options = parser.parse_args()
+    if options.render:
+        options.render.with_suffix(".md").write_text(render(json.loads(options.render.read_text())))
+        return
+    deadline = time.time() + 60 * options.minutes
+    place = options.out.with_suffix(".json")
+    known = json.loads(place.read_text()) if place.exists() else {"cells": [], "teachers": {}}
+    found = {(cell["method"], cell["alpha"], cell["seed"]): cell for cell in known["cells"]}
+    here = environment(choose_device("auto"))
+    data = load_dataset(load("fedavg", [("data.kind", options.data)]).data, options.data_dir)
+    once = [method for method in ("alone", "pooled", "single", "fused, unscaled") if method in options.methods]
+    many = [method for method in ("fused", "fedavg", "taught") if method in options.methods]
+    first, *others = options.alphas
+    cells: list[Cell] = [(method, first, seed) for seed in options.seeds for method in many]
+    cells += [(method, alpha, options.seeds[0]) for alpha in others for method in many]
+    cells += [(method, first, options.seeds[0]) for method in once]
+    words = [
+        f"--data {options.data}",
+        f"--rounds {options.rounds}",
+        f"--epochs {options.epochs}",
+        *(f"--set {text}" for text in options.sets),
+    ]
+    for cell in cells:
+        if cell in found or time.time() >= deadline:
+            continue
+        if str(cell[2]) not in known["teachers"]:
+            known["teachers"][str(cell[2])] = teach(cell[2], options, data)
+            print(f"teacher of seed {cell[2]}: {100 * known['teachers'][str(cell[2])]:.1f} %", flush=True)
+        done = measure(cell, options, data, deadline)
+        if done is None:
+            break
+        found[cell] = {**done, "commit": here["commit"]}
+        print(
+            f"{cell[0]}, α {cell[1]}, seed {cell[2]}: {100 * done['accuracy']:.1f} % ({done['seconds']:.0f} s)",
+            flush=True,
+        )
+        record = {
+            "data": options.data, "student": _name(options.student), "teacher": _name(options.teacher), "clients": options.clients,
+            "rounds": options.rounds, "epochs": options.epochs, "teachers": known["teachers"], "cells": list(found.values()),
+            "environment": here, "arguments": " ".join(words),
+        }  # fmt: skip
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps(record, ensure_ascii=False) + "\n")
+        options.out.with_suffix(".md").write_text(render(record))
+    print(f"{len(found)} of {len(cells)} runs; {options.out.with_suffix('.md')}")
+
+
+def _name(encoder: Any) -> str:
+    return encoder if isinstance(encoder, str) else str(encoder["kind"])
+
+
+if __name__ == "__main__":
+    main()
