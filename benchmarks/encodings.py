@@ -134,7 +134,7 @@ def encoded(
         replace(upload, recipe_digest=asked.digest, encoding=encoding).write(path)
     uploads = UploadFolder(paths, asked, acts.statistics_of(asked))
     rules = {rule.label: rule for rule in acts.rules_of(federated)}
-    scores, _ = score_uploads(rules, uploads, asked, data.test, site)
+    scores, *_ = score_uploads(rules, uploads, asked, data.test, site)
     return {
         "accuracy": {name: score.accuracy for name, score in scores.items()},
         "bytes": uploads[0].size - sums_bytes(asked.sums),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +73,16 @@ class Score:
         }
 
 
+class Scores(NamedTuple):
+    """What scoring found."""
+
+    rules: dict[str, Score]
+    alone: dict[str, Score]
+    """Every client's network for itself."""
+    held: dict[str, Score]
+    """Of the rules on images held back to choose by; empty where there are none."""
+
+
 @torch.inference_mode()
 def score_uploads(
     rules: Mapping[str, Rule],
@@ -81,10 +91,12 @@ def score_uploads(
     test: Images,
     server: Site,
     made: dict[str, GlobalModel] | None = None,
-) -> tuple[dict[str, Score], dict[str, Score]]:
+    held: Images | None = None,
+) -> Scores:
     """Every rule's score on the same uploads, and every client's alone; one encoder in memory at a time.
 
     `made`: models of rules that make one network, by name; those that are there are used, those that are not are put there.
+    `held`: images to choose by, scored in the same pass.
     """
     made = {} if made is None else made
     together = {
@@ -92,27 +104,34 @@ def score_uploads(
     }
     mean, std = preprocessing(broadcast.recipe)
     device = server.device
-    totals: dict[str, list[Totals]] = {name: [] for name in together}
+    sets = [test] + ([held] if held is not None and len(held) else [])
+    totals: list[dict[str, list[Totals]]] = [{name: [] for name in together} for _ in sets]
     alone: dict[str, Score] = {}
     for upload in uploads:
         if broadcast.weights:
-            answers = _look(expert_of(upload, broadcast, device), together, totals, test.batches(device, mean, std))
+            expert = expert_of(upload, broadcast, device)
+            answers, *_ = [
+                _look(expert, together, each, images.batches(device, mean, std))
+                for each, images in zip(totals, sets, strict=True)
+            ]
+            del expert
             alone[upload.client] = Score.of(answers, test.labels, broadcast.classes)
         else:
             own = GlobalModel.of(ridge.alone(upload, broadcast, device), ridge.Ridge(), broadcast)
             alone[upload.client] = score_model(own, test, device)
         del upload  # before the next one is read
-    scores = {}
-    for name, each in rules.items():
-        if name in together:
-            outcome = torch.cat([together[name].scores(sums) for sums in totals[name]])
-            scores[name] = Score.of(outcome, test.labels, broadcast.classes)
-        else:
-            if name not in made:
-                with torch.inference_mode(False):  # a rule may train
-                    made[name] = GlobalModel.of(each.fuse(uploads, broadcast, server), each, broadcast)
-            scores[name] = score_model(made[name], test, device)
-    return scores, alone
+    scores: list[dict[str, Score]] = [{} for _ in sets]
+    for name, rule in rules.items():
+        if name not in together and name not in made:
+            with torch.inference_mode(False):  # a rule may train
+                made[name] = GlobalModel.of(rule.fuse(uploads, broadcast, server), rule, broadcast)
+        for found, each, images in zip(scores, totals, sets, strict=True):
+            if name in together:
+                outcome = torch.cat([together[name].scores(sums) for sums in each[name]])
+                found[name] = Score.of(outcome, images.labels, broadcast.classes)
+            else:
+                found[name] = score_model(made[name], images, device)
+    return Scores(scores[0], alone, scores[1] if len(scores) > 1 else {})
 
 
 def _look(

@@ -167,8 +167,7 @@ def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit, sinks
         started = time.monotonic()
         with site.arithmetic(plan.traffic.parameters):
             made = {}
-            scores, alone = score_uploads(rules, uploads, broadcast, plan.data.test, site, made)
-            held = score_uploads(rules, uploads, broadcast, site.validation, site, made)[0] if site.validation else {}
+            scores, alone, held = score_uploads(rules, uploads, broadcast, plan.data.test, site, made, site.validation)
         seconds = time.monotonic() - started
         if stop not in scored:
             before = max((epoch for epoch in plan.stops if epoch < stop), default=0)

@@ -134,5 +134,5 @@ def _central_score(place: RunFolder, plan: Plan) -> float:
         summed = (
             {} if plan.recipe.trains else {CENTRAL: acts.rules_of(plan.recipe)[0]}
         )  # its own rule is the bound itself
-        scores, alone = score_uploads(summed, uploads, broadcast, plan.data.test, site)
+        scores, alone, _ = score_uploads(summed, uploads, broadcast, plan.data.test, site)
     return {**alone, **scores}[CENTRAL].accuracy

@@ -90,7 +90,7 @@ def test_validation_images_choose(federation: Federation, held: Images, scored: 
     assert accuracy(chosen, held) >= accuracy(default, held)
     pinned = fused(federation, uploads, held, eta=0.25)
     assert isinstance(pinned.inference, RoutedEnsemble) and pinned.inference.rule.setting.eta == 0.25
-    scores, _ = score_uploads(
+    scores, *_ = score_uploads(
         {"routed": Routed()}, uploads, federation[1], scored, Site("server", local=CPU, validation=held)
     )
     assert scores["routed"].accuracy == accuracy(chosen, scored)

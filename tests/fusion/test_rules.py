@@ -216,7 +216,7 @@ def test_an_image_far_from_everybody_still_gets_an_answer(oracle: Oracle) -> Non
 def test_all_rules_in_one_pass_are_each_rule_alone(federation: Federation, digits: Dataset) -> None:
     _, broadcast, uploads = federation
     chosen = {kind: rules.parse(kind) for kind in NETWORK_RULES}
-    together, alone = score_uploads(chosen, uploads, broadcast, digits.test, Site("server"))
+    together, alone, _ = score_uploads(chosen, uploads, broadcast, digits.test, Site("server"))
     for kind, rule in chosen.items():
         model = acts.fuse(uploads, broadcast, rule=rule)
         assert score_model(model, digits.test, torch.device("cpu")) == together[kind]

@@ -94,7 +94,7 @@ def fuse(
             )
     named = {each.label: each for each in usable}
     if len(there.test):
-        scores, alone = score_uploads(named, uploads, uploads.broadcast, there.test, site)
+        scores, alone, _ = score_uploads(named, uploads, uploads.broadcast, there.test, site)
         out.print(score_table(*({name: score.accuracy for name, score in part.items()} for part in (scores, alone))))
     elif rule == "all":
         raise DataError(f"{folder}: no test images here to compare rules on; name one with --rule, or give --data-dir")

@@ -239,7 +239,7 @@ class Desk:
         rules = {rule.label: rule for rule in acts.rules_of(recipe)}
         with site.arithmetic(sum(tensor.numel() for tensor in broadcast.weights.values())):
             if len(self.data.test):
-                scores, alone = score_uploads(rules, uploads, broadcast, self.data.test, site, made)
+                scores, alone, _ = score_uploads(rules, uploads, broadcast, self.data.test, site, made)
             if not self.last_round and not made:
                 made[next(iter(rules))] = acts.fuse(uploads, broadcast, site)
         place.metrics.keep([event for event in place.metrics if event["epoch"] <= broadcast.first_epoch])

@@ -10,7 +10,7 @@ aggregation, only their total over all clients.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from oneround.fusion.rule import Rule, rules
 from oneround.models import Inference
 from oneround.models.linear import Linear
-from oneround.protocol import Broadcast, Upload
+from oneround.protocol import Broadcast, Upload, UploadFolder
 from oneround.recipe import Federated, Positive
 from oneround.site import Site
 from oneround.sums import Moments, Solution, constants_of, features_of, solve, unpacked
@@ -43,9 +43,8 @@ class Ridge(Rule):
     """Average the answers to an image and to its mirror image; without effect where features are the same for both."""
 
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
-        total = added(uploads, broadcast, server.device)
-        solution = solve(total, self.penalty, copies_of(broadcast.recipe))
-        return self.model(solution, total.counts, broadcast).to(server.device)
+        solution, counts = pooled(uploads, broadcast, server.device, self.penalty)
+        return self.model(solution, counts, broadcast).to(server.device)
 
     def model(self, solution: Solution, counts: Tensor, broadcast: Broadcast) -> Linear:
         """The classifier of a solution, on the CPU."""
@@ -74,6 +73,26 @@ def restored(tensors: dict[str, Tensor], recipe: Federated, mirrored: bool) -> L
     shape = (channels, height, width)
     features = features_of(recipe, shape, constants)
     return Linear(features, constants, shape, tensors, mirrored)
+
+
+def pooled(
+    uploads: Sequence[Upload], broadcast: Broadcast, device: torch.device, penalty: float | None = None
+) -> tuple[Solution, Tensor]:
+    """The ridge solution of all the clients' sums and how many images of each class they are over; the last one is remembered."""
+    key = None
+    if isinstance(uploads, UploadFolder):
+        key = (uploads.key, broadcast.digest, device, penalty)
+        if key in _pooled:
+            return _pooled[key]
+    total = added(uploads, broadcast, device)
+    found = solve(total, penalty, copies_of(broadcast.recipe)), total.counts
+    if key is not None:
+        _pooled.clear()
+        _pooled[key] = found
+    return found
+
+
+_pooled: dict[Any, tuple[Solution, Tensor]] = {}
 
 
 def added(uploads: Sequence[Upload], broadcast: Broadcast, device: torch.device) -> Moments:

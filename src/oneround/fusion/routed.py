@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from oneround.fusion.ridge import Ridge, added, copies_of, restored
+from oneround.fusion.ridge import Ridge, copies_of, pooled, restored
 from oneround.fusion.rule import EnsembleRule, UploadExperts, restored_experts, rules
 from oneround.fusion.typicality import SHUT, TINY, TypicalityGated, judged
 from oneround.models import Ensemble, Inference
@@ -31,7 +31,6 @@ from oneround.protocol.messages import Shapes
 from oneround.protocol.model import preprocessing
 from oneround.recipe import Federated, NotNegative, Positive
 from oneround.site import Site
-from oneround.sums import solve
 
 log = logging.getLogger("oneround")
 
@@ -84,10 +83,9 @@ class Routed(EnsembleRule):
 
     @torch.inference_mode()
     def ready(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Routing:
-        total = added(uploads, broadcast, server.device)
-        copies = copies_of(broadcast.recipe)
-        ridge = Ridge().model(solve(total, copies=copies), total.counts, broadcast)
-        held = total.counts.float() / copies
+        solution, counts = pooled(uploads, broadcast, server.device)
+        ridge = Ridge().model(solution, counts, broadcast)
+        held = counts.float() / copies_of(broadcast.recipe)
         routing = Routing(ridge, held, self._given(DEFAULTS), self.posterior).to(server.device).eval()
         if server.validation is not None and len(server.validation):
             experts = UploadExperts(uploads, broadcast, server.device)

@@ -49,8 +49,10 @@ def pack(kind: str, tensors: Mapping[str, Tensor], manifest: Manifest) -> bytes:
     return safetensors.torch.save(dict(tensors), metadata={"oneround": json.dumps(full, sort_keys=True)})
 
 
-def unpack(raw: bytes, where: str, kind: str, max_bytes: int | None = None) -> tuple[Manifest, dict[str, Tensor]]:
-    """A message from bytes, or a `ProtocolError` that names `where` and the reason."""
+def unpack(
+    raw: bytes, where: str, kind: str, max_bytes: int | None = None, *, known: bool = False
+) -> tuple[Manifest, dict[str, Tensor]]:
+    """A message from bytes, or a `ProtocolError` that names `where` and the reason. `known`: its content was checked before."""
     if max_bytes is not None and len(raw) > max_bytes:
         raise ProtocolError(
             f"{where}: refused, {len(raw):,} bytes is more than the {max_bytes:,} this message may have"
@@ -63,6 +65,8 @@ def unpack(raw: bytes, where: str, kind: str, max_bytes: int | None = None) -> t
     manifest = _manifest(header, where, kind)
     if manifest.get("shapes") != {name: list(tensor.shape) for name, tensor in tensors.items()}:
         raise ProtocolError(f"{where}: refused, its tensors are not those its manifest lists")
+    if known:
+        return manifest, tensors
     if manifest.get("sha256") != checksum(tensors):
         raise ProtocolError(f"{where}: refused, its content does not match its checksum")
     for name, tensor in tensors.items():
@@ -100,15 +104,25 @@ def _manifest(header: dict[str, Any], where: str, kind: str) -> Manifest:
 
 
 def read(path: Path, kind: str, max_bytes: int | None = None) -> tuple[Manifest, dict[str, Tensor]]:
-    """A message from a file; its size is checked before it is read."""
+    """A message from a file; its size is checked before it is read, its content when this process reads it first."""
     try:
-        size = path.stat().st_size
+        stat = path.stat()
+        size, stamp = stat.st_size, (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_size)
         if max_bytes is not None and size > max_bytes:
             raise ProtocolError(f"{path}: refused, {size:,} bytes is more than the {max_bytes:,} this message may have")
         raw = path.read_bytes()
     except OSError as error:
         raise ProtocolError(f"{path}: cannot be read ({error.strerror})") from None
-    return unpack(raw, str(path), kind, max_bytes)
+    found = unpack(raw, str(path), kind, max_bytes, known=_checked.get((path, kind)) == stamp)
+    if len(_checked) >= MOST_CHECKED:
+        _checked.clear()
+    _checked[path, kind] = stamp
+    return found
+
+
+MOST_CHECKED = 10_000
+_checked: dict[tuple[Path, str], tuple[int, ...]] = {}
+"""Files whose content this process has compared with its checksum, as they were then."""
 
 
 def is_whole(path: Path, kind: str) -> bool:

@@ -309,6 +309,11 @@ class UploadFolder(Sequence[Upload]):
     def __len__(self) -> int:
         return len(self.paths)
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What is in it, as the files say: the same for the same uploads."""
+        return tuple(str(blob.peek(path, "upload")["sha256"]) for path in self.paths)
+
     @overload
     def __getitem__(self, at: int) -> Upload: ...
 
