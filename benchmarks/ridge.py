@@ -27,6 +27,7 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "D 4800": {"features.size": 4800},
     "D 6688": {"features.size": WIDE},
     "D 9400": {"features.size": 9400, "precision": "fp16"},
+    "D 9400, int16": {"features.size": 9400, "precision": "int16"},
     "D 9600": {"features.size": 9600},
     "no mirror": {"features.size": WIDE, "mirror": "none"},
     "mirrored copies": {"features.size": WIDE, "mirror": "copies"},
@@ -46,6 +47,7 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "patches of public images": {"features.size": WIDE, "features.source": "public"},
 }
 SMALLER: dict[str, dict[str, Any]] = {
+    "int16": {"precision": "int16"},
     "fp16": {"precision": "fp16"},
     "bf16": {"precision": "bf16"},
     "rank D/8": {"rank": 8},

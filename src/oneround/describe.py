@@ -54,7 +54,7 @@ class Method:
     @property
     def needs(self) -> list[str]:
         """What it asks for beyond one broadcast and one upload."""
-        needs = []
+        needs = [f"{self.recipe.rounds} rounds (not one-shot)"] if self.recipe.rounds > 1 else []
         if self.recipe.public:
             needs.append("public images")
         if self.recipe.alignment and schedules.of(self.recipe.alignment.schedule).needs_others:
@@ -90,7 +90,7 @@ class Method:
             f"{self.name}{f' ({self.alias})' if self.alias else ''}: {self.idea}",
             "",
             *([f"  {self.about['formula']}", ""] if "formula" in self.about else []),
-            f"  network: {self.down} down ({self._sent()}), {self.up} up ({self._returned()}; {self.recipe.upload.encoding}), once",
+            f"  network: {self.down} down ({self._sent()}), {self.up} up ({self._returned()}; {self.recipe.upload.encoding}), {self._often()}",
             f"  a site reveals: {'; '.join(self.reveals)}",
             *(
                 [f"  {SECURE}" + ("; networks and class counts stay visible" if self.recipe.trains else "")]
@@ -103,6 +103,9 @@ class Method:
             f"  what it is made of{f', on top of {base}' if base else ''}:",
             *(f"    {line}" for line in yaml.safe_dump(differs, sort_keys=False, allow_unicode=True).splitlines()),
         ]
+
+    def _often(self) -> str:
+        return f"in each of {self.recipe.rounds} rounds" if self.recipe.rounds > 1 else "once"
 
     def _sent(self) -> str:
         there = {
@@ -119,13 +122,14 @@ class Method:
             "network": self.recipe.trains,
             "sums of fixed features": self.recipe.sums,
             "class counts": True,
-            "statistics of the fusion rules": self.recipe.trains,
+            "statistics of the fusion rules": self.recipe.trains
+            and any(rule.reveals for rule in acts.rules_of(self.recipe)),
         }
         return ", ".join(word for word, given in there.items() if given)
 
 
 def describe(name: str, model: str, classes: int, public: int, overrides: Iterable[tuple[str, Any]] = ()) -> Method:
-    """A preset by name or alias, with bytes counted for an encoder, that many classes and public images."""
+    """A preset by name or alias, with bytes counted for an encoder (its own, if it names one), that many classes and public images."""
     recipe = load(name, overrides)
-    recipe = change(recipe, {"model.encoder": model}) if recipe.trains else recipe
+    recipe = change(recipe, {"model.encoder": model}) if recipe.trains and recipe.model.encoder is None else recipe
     return Method(recipe, presets()[recipe.method], acts.traffic(recipe, classes, (3, 32, 32), public))

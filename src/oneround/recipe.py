@@ -258,10 +258,19 @@ class Sums(Strict):
     mirror: Literal["none", "copies", "features"] | None = None
     """Mirror images: `features` that are the same for both (half as many say as much), `copies` counted as images of their
     own, or `none`; left out: features, or none for data that a mirror changes (digits, signs)."""
-    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Of the second moments in the upload; the 16-bit ones divide by the diagonal first and halve the upload."""
+    precision: Literal["fp32", "int16", "fp16", "bf16"] = "fp32"
+    """Of the second moments in the upload; the 16-bit ones divide by the diagonal first and halve the upload. What is left lies
+    between -1 and 1, where 65,535 even steps (int16) round less than either kind of float."""
     rank: Count | None = None
     """Send only so many leading directions of the second moments and the rest as a diagonal; left out: all, exactly."""
+
+    @model_validator(mode="after")
+    def _directions_are_floats(self) -> Sums:
+        if self.rank is not None and self.precision == "int16":
+            raise ValueError(
+                "precision = int16: directions (rank) have no common scale; use fp16 with rank, or leave rank out"
+            )
+        return self
 
     @property
     def copies(self) -> int:

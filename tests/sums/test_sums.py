@@ -150,6 +150,7 @@ def test_features_are_never_all_held() -> None:
     ("how", "close"),
     [
         ({}, 1e-6),
+        ({"precision": "int16"}, 2e-5),
         ({"precision": "fp16"}, 1e-3),
         ({"precision": "bf16"}, 5e-3),
         ({"rank": 96}, 1e-5),

@@ -15,7 +15,8 @@ from torch import Tensor
 from oneround.recipe import Federated, Sums
 
 Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
-TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TYPES = {"fp32": torch.float32, "int16": torch.int16, "fp16": torch.float16, "bf16": torch.bfloat16}
+STEPS = 32767  # of an int16, from 0 to 1
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ def unpacked(sent: dict[str, Tensor], device: torch.device | str = "cpu") -> Mom
         gram.diagonal().add_(there["rest"])
     else:
         gram = square_of(sent["triangle"].to(device), len(there["total"]))
+        if sent["triangle"].dtype == torch.int16:
+            gram /= STEPS
         if "diagonal" in there:
             scale = _scale(there["diagonal"])
             gram.mul_(scale).mul_(scale[:, None])
@@ -128,9 +131,8 @@ def triangle_of(gram: Tensor, dtype: torch.dtype = torch.float32, scale: Tensor 
     out = torch.empty(len(gram) * (len(gram) + 1) // 2, dtype=dtype, device=gram.device)
     at = 0
     for row in range(len(gram)):
-        out[at : at + len(gram) - row] = (
-            gram[row, row:] if scale is None else gram[row, row:] / scale[row] / scale[row:]
-        )
+        part = gram[row, row:] if scale is None else gram[row, row:] / scale[row] / scale[row:]
+        out[at : at + len(gram) - row] = (part.clamp(-1, 1) * STEPS).round() if dtype == torch.int16 else part
         at += len(gram) - row
     return out
 
