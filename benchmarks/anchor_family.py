@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from oneround.finished import find_runs, flat, keep
+from oneround.finished import find_runs, keep, keys_of
 from oneround.reading import load, parse_override
 from oneround.recipe import Recipe
 
@@ -119,7 +119,7 @@ def main() -> None:
     spawn = multiprocessing.get_context("spawn")
     queue: Any = spawn.SimpleQueue()
     for cell in cells:
-        if identity(dict(flat(recipe_of(cell, overrides).plain()))) not in done:
+        if identity(keys_of(recipe_of(cell, overrides).plain())) not in done:
             queue.put(cell)
     for _ in range(options.workers):
         queue.put(None)
@@ -135,7 +135,7 @@ def main() -> None:
         for run in (*kept, *(find_runs([options.runs]) if any(options.runs.glob("*/result.json")) else []))
     }
     keep(list(found.values()), options.out)
-    print(f"{len(found)} of {len(cells)} runs are done; oneround compare {options.out} --common")
+    print(f"{len(found)} runs are in the record, {len(cells)} were asked for; oneround compare {options.out} --common")
 
 
 if __name__ == "__main__":

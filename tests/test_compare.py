@@ -19,7 +19,7 @@ from oneround.compare import Group, compare
 from oneround.data import Dataset
 from oneround.errors import RecipeError
 from oneround.finished import find_runs, keep
-from oneround.layouts import gradients_sheet, lambda_sheets, methods_sheet, peaks_sheet, rounds_sheet
+from oneround.layouts import goals_sheet, gradients_sheet, lambda_sheets, methods_sheet, peaks_sheet, rounds_sheet
 from oneround.observe.formats import Sheet, written
 from oneround.observe.statistics import Summary, compared, holm, p_value, paired, pairs_needed, power
 from oneround.reading import load
@@ -301,6 +301,30 @@ def test_peaks_and_angles(grid: Path) -> None:
     angles = {(row[0], row[1]) for row in gradients_sheet(group).rows}
     assert ("etf-entropy", "base · alignment at prototypes") in angles
     assert all(-1 <= float(row[2]) <= 1 for row in gradients_sheet(group).rows)
+
+
+def test_how_soon_a_method_is_how_good(grid: Path) -> None:
+    group = compare(find_runs([grid]))[0]
+    entry = group.entries[0]
+    curve = {epoch: 100 * value for epoch, value in entry.runs[0].result.curves[entry.rule].items()}
+    low, high = min(curve.values()), max(max(run.result.curves[entry.rule].values()) for run in entry.runs) * 100
+    sheet = goals_sheet(group, [low / 2, high + 0.01])
+    row = next(row for row in sheet.rows if row[0] == group.short(entry))
+    assert row[3].startswith(f"{min(curve)} (") and row[3].endswith(" s)") and row[4] == "never"
+    assert float(row[1]) >= float(row[2])
+
+
+def test_in_several_rounds_the_first_rule_is_part_of_the_method(digits: Dataset, tmp_path: Path) -> None:
+    small = {"rounds": 2, "training.schedule": "constant", "training.milestones": [], "partition.clients": 2}
+    for number, rate in enumerate((0.01, 0.02)):
+        taught = {
+            "kind": "taught",
+            "learning_rate": rate,
+            "teacher": {"encoder": {"kind": "cnn", "width": 4}, "epochs": 1},
+        }
+        made(tmp_path / str(number), digits, "fedavg+taught", 1, **small, fusion=[taught, "average"])
+    names = [entry.method for entry in only(compare(find_runs([tmp_path]), rule="average")).entries]
+    assert names == ["fedavg+taught learning_rate=0.01", "fedavg+taught learning_rate=0.02"]
 
 
 def test_growth_is_the_last_epoch_over_the_first_of_any_client(grid: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from oneround.federate.sites import SiteFile
-from oneround.finished import find_runs, flat
+from oneround.finished import find_runs, keys_of
 from oneround.reading import checked, load, merge, parse, read_yaml
 from test_readme import BLOCK, ROOT
 
@@ -63,7 +63,7 @@ def test_the_recorded_explosion_has_the_settings_of_the_example() -> None:
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     for run in find_runs([ROOT / "results/digits_explosion.json"]):
-        asked = dict(flat(load(run.method, example.overrides(run.method, run.partition_seed).items()).plain()))
+        asked = keys_of(load(run.method, example.overrides(run.method, run.partition_seed).items()).plain())
         shared = (run.keys.keys() & asked.keys()) - {"training.augment.flip"}  # follows from the data
         assert len(shared) > 50 and {key: run.keys[key] for key in shared} == {key: asked[key] for key in shared}
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from oneround.errors import RecipeError, did_you_mean
-from oneround.finished import Run, flat
+from oneround.finished import Run, keys_of
 from oneround.observe.statistics import Comparison, Summary, compared, paired
 from oneround.reading import load, presets
 
@@ -166,10 +167,10 @@ def _bounds(runs: Sequence[Run]) -> list[str]:
 def _confounders(runs: Sequence[Run]) -> list[str]:
     """What somebody changed for one method and not for another, so that a difference may come from it."""
     methods = list(dict.fromkeys(run.method for run in runs))
-    own = {name: dict(flat(load(name).plain())) for name in methods if name in presets()}
+    own = {name: keys_of(load(name).plain()) for name in methods if name in presets()}
     shared = set.intersection(*(set(run.keys) for run in runs))
     told = []
-    for key in (key for key in runs[0].keys if key in shared and not key.startswith((*SETTING, *ASIDE))):
+    for key in (key for key in runs[0].keys if key in shared and _own(key)):
         values = {name: sorted({str(run.keys[key]) for run in runs if run.method == name}) for name in methods}
         changed = [
             name for name in methods
@@ -199,7 +200,8 @@ def _entries(runs: Sequence[Run], rule: str | None) -> list[Entry]:
         methods.setdefault(run.method, []).append(run)
     entries = []
     for same in methods.values():
-        variants = _varying(same, lambda key: not key.startswith((*SETTING, *ASIDE)))
+        again = any(run.keys.get("rounds", 1) > 1 for run in same)  # then the first rule is part of the training
+        variants = _varying(same, partial(_own, again=again))
         named: dict[str, list[Run]] = {}
         for run in same:
             named.setdefault(" ".join(filter(None, [run.method, _words(run, variants)])), []).append(run)
@@ -213,6 +215,14 @@ def _entries(runs: Sequence[Run], rule: str | None) -> list[Entry]:
                     )
                 entries.append(Entry(name, each, tuple(mine), _by_partition(mine, each)))
     return entries
+
+
+def _own(key: str, again: bool = False) -> bool:
+    """Whether a key says what a method is, and not what it was run on or how it was looked at.
+
+    `again`: what the first rule makes goes out again, so that rule belongs to the method.
+    """
+    return not key.startswith((*SETTING, *ASIDE)) or (again and key.startswith("fusion.0."))
 
 
 def _by_partition(runs: Sequence[Run], rule: str) -> dict[str, float]:

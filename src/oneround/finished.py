@@ -7,13 +7,16 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from oneround.errors import RecipeError
 from oneround.observe.log import Event, MetricsLog
 from oneround.observe.sound import is_number
+from oneround.parts import Strict
 from oneround.protocol import blob
+from oneround.recipe import Federated
 from oneround.runs import Result, RunFolder
 
 log = logging.getLogger("oneround")
@@ -31,6 +34,7 @@ TRACED = (
     "entropy",
 )
 COSINE = "cosine of "
+ELAPSED = "seconds elapsed"
 Traces = dict[str, dict[str, dict[int, float]]]
 
 
@@ -131,10 +135,29 @@ def flat(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
         yield prefix, json.dumps(tree) if isinstance(tree, list | dict) else tree
 
 
+def keys_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's keys with dots; those that came into recipes after it was written have the value that changes nothing."""
+    return {**_usual(), **dict(flat(tree))}
+
+
+@lru_cache
+def _usual() -> dict[str, Any]:
+    """Defaults of what every recipe has."""
+    found: dict[str, Any] = {}
+    for name, field in Federated.model_fields.items():
+        if isinstance(field.default, Strict):
+            found |= dict(flat(field.default.model_dump(mode="json"), name))
+        elif isinstance(field.default, int | float):
+            found[name] = field.default
+    return found
+
+
 def traces_of(events: Iterable[Event]) -> Traces:
     """What clients measured, from a metrics log."""
     traces: Traces = {}
     for event in events:
+        if event["event"] == "snapshot" and is_number(event.get("elapsed")):
+            traces.setdefault(ELAPSED, {}).setdefault("run", {})[event["epoch"]] = event["elapsed"]
         if event["event"] != "epoch":
             continue
         told = {key: event[key] for key in TRACED if is_number(event.get(key))}
@@ -158,7 +181,7 @@ def _read_folder(folder: Path) -> Run:
         else None
     )
     traces = traces_of(MetricsLog(folder / "metrics.jsonl"))
-    return Run(recipe.method, dict(flat(recipe.plain())), Result.read(folder), where, traces, bound)
+    return Run(recipe.method, keys_of(recipe.plain()), Result.read(folder), where, traces, bound)
 
 
 def _read_record(path: Path) -> list[Run]:
@@ -177,7 +200,7 @@ def _from_plain(told: Mapping[str, Any], path: Path) -> Run:
     curves, validation = (_by_epoch(told[name]) for name in ("curves", "validation"))
     result = Result(path, told["rules"], told["clients"], curves, validation, told["partition"], tuple(told["remarks"]))
     traces = {what: _by_epoch(by) for what, by in told["traces"].items()}
-    return Run(told["method"], told["keys"], result, told["where"], traces, told["bound"])
+    return Run(told["method"], {**_usual(), **told["keys"]}, result, told["where"], traces, told["bound"])
 
 
 def _by_epoch(curves: Mapping[str, Mapping[str, float]]) -> dict[str, dict[int, float]]:

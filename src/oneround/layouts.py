@@ -1,13 +1,13 @@
-"""A comparison laid out: methods with verdicts, epochs × methods, λ per client, peaks and falls, angles between gradients."""
+"""A comparison laid out: methods with verdicts, epochs × methods, λ per client, peaks and falls, how soon, angles between gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from oneround.compare import Entry, Group
 from oneround.errors import RecipeError
-from oneround.finished import COSINE
+from oneround.finished import COSINE, ELAPSED, Run
 from oneround.observe.formats import VERDICT, Sheet
 from oneround.observe.statistics import Comparison
 
@@ -127,6 +127,53 @@ def peaks_sheet(group: Group) -> Sheet:
         *group.remarks,
     ]
     return Sheet(f"{group.setting or 'all runs'}: growth of λ and fall of accuracy", heads, rows, notes)
+
+
+def goals_sheet(group: Group, goals: Sequence[float]) -> Sheet:
+    """How soon every method is how good: local epochs (rounds, where there are several) and seconds to each accuracy in %."""
+    heads = ["method", "best", "final", *(f"to {goal:g} %" for goal in goals)]
+    rows, data = [], []
+    for entry in group.entries:
+        runs = [run for run in entry.runs if run.result.curves.get(entry.rule)]
+        if not runs:
+            continue  # clients alone are scored at the end only
+        curves = [{epoch: 100 * value for epoch, value in run.result.curves[entry.rule].items()} for run in runs]
+        best, final = _mean(max(curve.values()) for curve in curves), _mean(curve[max(curve)] for curve in curves)
+        reached = [[_first(run, curve, goal) for run, curve in zip(runs, curves, strict=True)] for goal in goals]
+        rows.append([group.short(entry), f"{best:.1f}", f"{final:.1f}", *map(_soon, reached)])
+        data.append({"method": entry.method, "rule": entry.rule, "best": best, "final": final, "reached": dict(zip(map(str, goals), reached, strict=True))})  # fmt: skip
+    if not rows:
+        raise RecipeError("none of these runs has a curve over epochs; --layout methods")
+    several = any(run.keys.get("rounds", 1) > 1 for entry in group.entries for run in entry.runs)
+    notes = [
+        f"mean over partitions {', '.join(map(str, group.seeds))}; best: of all snapshots, seen on test data; {'rounds' if several else 'local epochs'} to "
+        "the first snapshot that is so good, and seconds since the start, scoring included, on the machine it ran on",
+        *group.remarks,
+    ]
+    return Sheet(f"{group.setting or 'all runs'}: how soon", heads, rows, notes, data)
+
+
+def _first(run: Run, curve: Mapping[int, float], goal: float) -> tuple[float, float | None] | None:
+    """When a run first was that good: rounds or epochs, and seconds if they are known."""
+    epoch = next((epoch for epoch in sorted(curve) if curve[epoch] >= goal), None)
+    if epoch is None:
+        return None
+    seconds = run.traces.get(ELAPSED, {}).get("run", {}).get(epoch)
+    return (epoch / run.keys["training.epochs"] if run.keys.get("rounds", 1) > 1 else epoch), seconds
+
+
+def _soon(reached: Sequence[tuple[float, float | None] | None]) -> str:
+    there = [each for each in reached if each is not None]
+    if not there:
+        return "never"
+    seconds = [told for _, told in there if told is not None]
+    words = f"{_mean(at for at, _ in there):.4g}" + (f" ({_mean(seconds):.0f} s)" if len(seconds) == len(there) else "")
+    return words if len(there) == len(reached) else f"{words}, {len(there)} of {len(reached)}"
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return sum(known) / len(known)
 
 
 def gradients_sheet(group: Group) -> Sheet:

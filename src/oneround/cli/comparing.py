@@ -13,6 +13,7 @@ from oneround.cli.options import DataDirOption, DataOption, DeviceOption, SetOpt
 from oneround.errors import RecipeError, RunError
 from oneround.reading import checked, parse_override, read_yaml
 
+GOALS = [50.0, 60.0, 70.0, 80.0, 90.0]
 FORMATS = {".md": "md", ".csv": "csv", ".tex": "tex", ".json": "json"}
 
 
@@ -22,8 +23,9 @@ def compare(
     baseline: Annotated[str | None, typer.Option("--baseline", help="Method the others are compared with; otherwise the first.")] = None,
     rule: Annotated[str | None, typer.Option("--rule", help="A fusion rule, or all; otherwise the one that makes each run's model.")] = None,
     methods: Annotated[list[str] | None, typer.Option("--method", help="Only this method; may be given several times.", metavar="NAME")] = None,
-    layout: Annotated[Literal["methods", "rounds", "lambda", "peaks", "gradients"], typer.Option("--layout", help="methods; rounds × methods; λ per client and round; peaks and falls; angles between gradients.")] = "methods",
+    layout: Annotated[Literal["methods", "rounds", "lambda", "peaks", "goals", "gradients"], typer.Option("--layout", help="methods; rounds × methods; λ per client and round; peaks and falls; how soon it is how good; angles between gradients.")] = "methods",
     every: Annotated[int, typer.Option("--every", min=1, help="Show every so many epochs (rounds, lambda).")] = 1,
+    goals: Annotated[list[float] | None, typer.Option("--goal", min=0, max=100, help="An accuracy in % for --layout goals; may be given several times.")] = None,
     interest: Annotated[float, typer.Option("--interest", min=0.01, help="Smallest difference in points that would matter.")] = 1.0,
     common: Annotated[bool, typer.Option("--common", help="Use only partitions that all methods have.")] = False,
     target: Annotated[Path | None, typer.Option("--out", help="Write it: .md, .csv, .tex or .json.")] = None,
@@ -48,6 +50,8 @@ def compare(
             sheets.append(layouts.rounds_sheet(group, every))
         elif layout == "peaks":
             sheets.append(layouts.peaks_sheet(group))
+        elif layout == "goals":
+            sheets.append(layouts.goals_sheet(group, goals or GOALS))
         elif layout == "gradients":
             sheets.append(layouts.gradients_sheet(group))
         else:
