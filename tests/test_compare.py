@@ -316,13 +316,13 @@ def test_how_soon_a_method_is_how_good(grid: Path) -> None:
 
 def test_in_several_rounds_the_first_rule_is_part_of_the_method(digits: Dataset, tmp_path: Path) -> None:
     small = {"rounds": 2, "training.schedule": "constant", "training.milestones": [], "partition.clients": 2}
-    for number, rate in enumerate((0.01, 0.02)):
+    for rate in (0.01, 0.02):
         taught = {
             "kind": "taught",
             "learning_rate": rate,
             "teacher": {"encoder": {"kind": "cnn", "width": 4}, "epochs": 1},
         }
-        made(tmp_path / str(number), digits, "fedavg+taught", 1, **small, fusion=[taught, "average"])
+        made(tmp_path, digits, "fedavg+taught", 1, **small, fusion=[taught, "average"])
     names = [entry.method for entry in only(compare(find_runs([tmp_path]), rule="average")).entries]
     assert names == ["fedavg+taught learning_rate=0.01", "fedavg+taught learning_rate=0.02"]
 
