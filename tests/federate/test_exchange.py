@@ -68,14 +68,29 @@ def test_the_same_uploads_and_scores_as_a_simulation(digits: Dataset, tmp_path: 
     assert {name: told["up"] for name, told in there["traffic"].items()} == sizes
 
 
-@pytest.mark.parametrize("preset", ["v12", "bank"])
-def test_methods_with_anchors_or_public_images_need_nothing_else(digits: Dataset, tmp_path: Path, preset: str) -> None:
-    small = {"model.encoder": {"kind": "cnn", "width": 4}, "training.epochs": 1, "training.batch_size": 64}
-    more = {"partition.clients": 3, "local.workers": 1} | ({"bank.teacher_epochs": 1} if preset == "bank" else {})
-    recipe = load(preset, {**small, **more}.items())
+SMALL: dict[str, Any] = {"model.encoder": {"kind": "cnn", "width": 4}, "training.epochs": 1, "training.batch_size": 64}
+FEW = {"sums.features": {"kind": "patches", "size": 96}}
+
+
+@pytest.mark.parametrize(
+    ("preset", "more"),
+    [
+        ("v12", SMALL),
+        ("bank", {**SMALL, "bank.teacher_epochs": 1}),
+        ("ridge", FEW),
+        ("routed", {**SMALL, **FEW}),
+        ("fafi+distilled", {**SMALL, "fusion.0.epochs": 1}),
+        ("split", {**SMALL, "label_noise": {"clients": 1, "share": 0.5}}),
+    ],
+)
+def test_every_kind_of_method_comes_through_as_in_a_simulation(
+    digits: Dataset, tmp_path: Path, preset: str, more: dict[str, Any]
+) -> None:
+    recipe = load(preset, {**more, "partition.clients": 3, "partition.alpha": 1.0, "local.workers": 1}.items())
     simulate(recipe, tmp_path / "simulated", data=digits)
     serve(InProcess(SHARES), recipe, tmp_path / "carried", NOW)
-    assert result(tmp_path / "carried")["uploads"] == result(tmp_path / "simulated")["uploads"]
+    here, there = result(tmp_path / "simulated"), result(tmp_path / "carried")
+    assert here["uploads"] == there["uploads"] and here["rules"] == there["rules"]
 
 
 def test_what_only_a_simulation_can_do_is_refused(tmp_path: Path) -> None:
