@@ -11,33 +11,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from commands import bad, good, oneround
 from oneround.data import Dataset
 from oneround.describe import describe
 from oneround.errors import RecipeError
 from oneround.reading import load, presets
 
 SMALL = ["--set", "model.encoder.width=4", "--set", "local.workers=1", "--set", "training.batch_size=64"]
-
-
-def oneround(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "oneround.cli", *words], capture_output=True, text=True, cwd=cwd, timeout=300
-    )
-
-
-def good(*words: str, cwd: Path | None = None) -> str:
-    done = oneround(*words, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    return " ".join(done.stdout.split())
-
-
-def bad(*words: str, code: int = 2, cwd: Path | None = None) -> str:
-    """What it says when it cannot: one line on stderr, no traceback, nothing left behind."""
-    done = oneround(*words, cwd=cwd)
-    assert done.returncode == code, (done.stdout, done.stderr)
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
-    return lines[0]
 
 
 @pytest.fixture(scope="module")
@@ -363,6 +343,14 @@ def test_methods_and_help() -> None:
     told = good("--help")
     for command in ("demo", "run", "partition", "fuse", "evaluate", "predict", "export", "methods"):
         assert command in told
+
+
+def test_started_from_nothing_it_says_the_same() -> None:
+    """The other commands here begin with PyTorch in place; this one begins as a user's does."""
+    words = ["run", "fafi", "--epochs", "0"]
+    done = subprocess.run([sys.executable, "-m", "oneround.cli", *words], capture_output=True, text=True, timeout=300)
+    forked = oneround(*words)
+    assert (done.returncode, done.stdout, done.stderr) == (forked.returncode, forked.stdout, forked.stderr)
 
 
 def test_a_method_is_explained_with_its_formula_or_without() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from commands import oneround
 from oneround.compare import compare
 from oneround.errors import RecipeError
 from oneround.finished import find_runs
@@ -205,9 +206,7 @@ def test_a_sweep_described_in_a_file(tmp_path: Path) -> None:
     }
     (tmp_path / "mine.yaml").write_text(json.dumps(described))
     words = ["sweep", "mine.yaml", "--out", "swept"]
-    done = subprocess.run(
-        [sys.executable, "-m", "oneround.cli", *words], cwd=tmp_path, capture_output=True, text=True, timeout=200
-    )
+    done = oneround(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "[2/2]" in done.stdout and "fafi: " in done.stdout and "minus etf" in done.stdout
     assert "look again with oneround compare swept --baseline etf\n" in done.stdout

@@ -15,6 +15,7 @@ import pytest
 import torch
 from puppets import Puppet
 
+from commands import bad, good
 from conftest import small_recipe
 from oneround import acts
 from oneround.data import Dataset
@@ -27,7 +28,6 @@ from oneround.recipe import Local, Recipe
 from oneround.runs import Plan, Result, RunFolder
 from oneround.simulate import run as simulate
 from oneround.site import Site
-from test_cli import bad, good
 
 PATIENCE = 200.0  # a busy machine takes its time; nothing here waits longer than it must
 
@@ -39,7 +39,7 @@ def wait_for(what: Callable[[], object], why: Callable[[], object] = str) -> Non
         time.sleep(0.1)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def quick_processes() -> Iterator[None]:
     """Flower's processes look often for work."""
     with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +79,7 @@ class Federation:
         return self.link.run(write_app(self.folder / "app"), {"recipe": str(asked), "out": str(out), **pace})
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def open_link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
     link = SuperLink(tmp_path_factory.mktemp("link") / "flower", "127.0.0.1", free_port()).start()
     yield link
@@ -129,7 +129,6 @@ def result(out: Path) -> dict[str, object]:
 # --- encrypted and authenticated -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.xdist_group("tls")
 def test_commands_keys_and_the_same_uploads_as_a_simulation(digits: Dataset, tmp_path: Path) -> None:
     """`oneround federate` with TLS and keys: three sites are counted, a stranger and an impostor are not."""
     recipe = small_recipe(
@@ -192,7 +191,6 @@ def test_commands_keys_and_the_same_uploads_as_a_simulation(digits: Dataset, tmp
 # --- faults --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xdist_group("open")
 def test_liars_are_refused_and_the_quorum_is_fused_without_the_silent_one(
     digits: Dataset, federation: Federation, tmp_path: Path
 ) -> None:
@@ -235,7 +233,6 @@ def test_liars_are_refused_and_the_quorum_is_fused_without_the_silent_one(
     assert len(list((out / "quarantine").iterdir())) == told.count("(kept in quarantine/") == 6
 
 
-@pytest.mark.xdist_group("open")
 def test_a_killed_client_and_a_killed_server_lose_nothing(
     digits: Dataset, federation: Federation, tmp_path: Path
 ) -> None:
@@ -284,7 +281,6 @@ def _kill_trainers(place: Path) -> None:
         time.sleep(1)
 
 
-@pytest.mark.xdist_group("open")
 def test_the_deadline_fuses_what_is_there_and_a_late_upload_is_kept(
     digits: Dataset, federation: Federation, tmp_path: Path
 ) -> None:
@@ -307,7 +303,6 @@ def test_the_deadline_fuses_what_is_there_and_a_late_upload_is_kept(
     assert "client_002 alone" in good("fuse", str(out), "--rule", "iffi")
 
 
-@pytest.mark.xdist_group("tls")
 def test_an_expired_certificate_is_refused_at_both_ends(tmp_path: Path) -> None:
     keys = KeyFolder(tmp_path / "keys")
     keys.make(["localhost"], ["a"])
