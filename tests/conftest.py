@@ -24,10 +24,15 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start: tests run side by side, one for a core
 
 
+LONG = ("test_deployment", "test_simulate", "test_sweep", "test_examples", "test_cli", "test_readme", "test_docs")
+"""Files whose tests begin first, so that workers which share the files end together."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker("browser")
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
 @pytest.fixture(scope="session", autouse=True)

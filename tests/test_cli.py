@@ -77,17 +77,8 @@ def test_a_finished_run_is_not_run_over(finished: Path) -> None:
 
 
 def test_the_demo(tmp_path: Path) -> None:
-    told = good(
-        "demo",
-        "--partitions",
-        "2",
-        "--set",
-        "training.epochs=2",
-        "--set",
-        "snapshots=1",
-        "--out",
-        str(tmp_path / "demo"),
-    )
+    words = ["demo", "--partitions", "2", "--set", "training.epochs=2", "--set", "snapshots=1", *SMALL[:2]]
+    told = good(*words, "--out", str(tmp_path / "demo"))
     for part in (
         "minus average",
         "iffi",
@@ -103,18 +94,7 @@ def test_the_demo(tmp_path: Path) -> None:
     study = json.loads((tmp_path / "demo" / "study.json").read_text())
     assert len(study["rules"]) == 6 and all(len(values) == 2 for values in study["rules"].values())
     assert len(set(study["partition_digests"])) == 2
-    assert "minus average" in good(
-        "demo",
-        "--partitions",
-        "2",
-        "--set",
-        "training.epochs=2",
-        "--set",
-        "snapshots=1",
-        "--out",
-        str(tmp_path / "demo"),
-        "--resume",
-    )
+    assert "minus average" in good(*words, "--out", str(tmp_path / "demo"), "--resume")
 
 
 def test_partition_shows_and_draws(tmp_path: Path) -> None:

@@ -328,19 +328,31 @@ def stop_after(recipe: Recipe, folder: Path, data: Dataset, epoch: int) -> None:
 CONSENSUS = {"schedule": "consensus", "weight": {"kind": "fixed", "value": 50.0}}
 
 
-@pytest.mark.parametrize("alignment", [None, CONSENSUS], ids=["alone", "consensus"])
+def agreeing(patch: pytest.MonkeyPatch) -> None:
+    """The spread of the clients falls, as if they came to agree."""
+    patch.setattr(simulate, "spread", lambda prototypes: 1 / spread(prototypes))
+
+
+@pytest.fixture(scope="module", params=[None, CONSENSUS], ids=["alone", "consensus"])
+def calm(
+    request: pytest.FixtureRequest, digits: Dataset, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Recipe, Path]:
+    """A recipe and its run from beginning to end."""
+    small = {"training__epochs": 4, "snapshots": 2, "partition__clients": 3, "local__workers": 1}
+    recipe, folder = small_recipe(**small, alignment=request.param), tmp_path_factory.mktemp("calm") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        agreeing(patch)
+        run(recipe, folder, data=digits)
+    return recipe, folder
+
+
 @pytest.mark.parametrize("what", [["uploads"], ["clients"], ["uploads", "clients"], ["broadcast"]], ids="+".join)
 def test_what_is_damaged_is_made_again(
-    digits: Dataset,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    what: list[str],
-    alignment: dict[str, object] | None,
+    calm: tuple[Recipe, Path], digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: list[str]
 ) -> None:
     """With a schedule that looks at the others, too: a client that begins anew hears what it heard the first time."""
-    monkeypatch.setattr(simulate, "spread", lambda prototypes: 1 / spread(prototypes))  # it falls, as if they agreed
-    recipe = small_recipe(training__epochs=4, snapshots=2, partition__clients=3, local__workers=1, alignment=alignment)
-    run(recipe, tmp_path / "calm", data=digits)
+    agreeing(monkeypatch)
+    recipe, undisturbed = calm
     folder = tmp_path / "run"
     stop_after(recipe, folder, digits, 2)
     sent = (folder / "broadcast.safetensors").read_bytes()
@@ -349,8 +361,8 @@ def test_what_is_damaged_is_made_again(
         spoil(damaged[0])
     run(recipe, folder, data=digits, resume=True)
     assert (folder / "broadcast.safetensors").read_bytes() == sent
-    assert final(folder) == final(tmp_path / "calm")
-    assert timeless(folder) == timeless(tmp_path / "calm")
+    assert final(folder) == final(undisturbed)
+    assert timeless(folder) == timeless(undisturbed)
     told = (folder / "run.log").read_text()
     assert ("prepared again" if what == ["broadcast"] else "damaged; discarded, client_000 trains again") in told
 
