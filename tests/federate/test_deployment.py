@@ -75,7 +75,7 @@ class Federation:
         """Start a run; it ends when the child does."""
         asked = out.with_suffix(".yaml")
         asked.write_text(recipe.to_yaml())
-        pace: dict[str, str | float] = {"poll": 0.2, "farewell": 0.0, "patience": 5.0}
+        pace: dict[str, str | float] = {"farewell": 0.0, "patience": 5.0}
         return self.link.run(write_app(self.folder / "app"), {"recipe": str(asked), "out": str(out), **pace})
 
 
