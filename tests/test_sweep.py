@@ -111,6 +111,21 @@ def test_two_methods_cannot_share_a_folder(tmp_path: Path) -> None:
         cells(small(methods=[str(file) for file in files]))
 
 
+LOADING = """
+import torch
+def asked(*_): raise SystemExit("CUDA was asked for something")
+for name in ("is_available", "device_count", "get_device_properties", "init", "_lazy_init"):
+    setattr(torch.cuda, name, asked)
+import oneround.sweep
+"""
+
+
+def test_what_workers_are_forked_from_leaves_cuda_alone() -> None:
+    """It cannot be used in a process forked from one that has used it."""
+    done = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sweep") / "undisturbed"
