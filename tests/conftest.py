@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from oneround import acts
+from oneround.crew import forked_from
 from oneround.data import Dataset, dataset_from_arrays, load_dataset, partitions
 from oneround.fusion import rules
 from oneround.protocol import Broadcast, Upload
@@ -18,12 +21,25 @@ from oneround.recipe import Recipe
 from oneround.site import Site
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start: tests run side by side, one for a core
+
+
+LONG = ("test_deployment", "test_simulate", "test_sweep", "test_examples", "test_cli", "test_readme", "test_docs")
+"""Files whose tests begin first, so that workers which share the files end together."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker("browser")
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def loaded() -> None:
+    """A process that has loaded what commands and workers need begins now; they are forked from it."""
+    forked_from("oneround.cli", "oneround.sweep", "oneround.study", "oneround.report", "matplotlib.figure")
+    forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

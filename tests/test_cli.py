@@ -11,33 +11,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from commands import bad, good, oneround
 from oneround.data import Dataset
 from oneround.describe import describe
 from oneround.errors import RecipeError
 from oneround.reading import load, presets
 
 SMALL = ["--set", "model.encoder.width=4", "--set", "local.workers=1", "--set", "training.batch_size=64"]
-
-
-def oneround(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "oneround.cli", *words], capture_output=True, text=True, cwd=cwd, timeout=300
-    )
-
-
-def good(*words: str, cwd: Path | None = None) -> str:
-    done = oneround(*words, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    return " ".join(done.stdout.split())
-
-
-def bad(*words: str, code: int = 2, cwd: Path | None = None) -> str:
-    """What it says when it cannot: one line on stderr, no traceback, nothing left behind."""
-    done = oneround(*words, cwd=cwd)
-    assert done.returncode == code, (done.stdout, done.stderr)
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
-    return lines[0]
 
 
 @pytest.fixture(scope="module")
@@ -97,17 +77,8 @@ def test_a_finished_run_is_not_run_over(finished: Path) -> None:
 
 
 def test_the_demo(tmp_path: Path) -> None:
-    told = good(
-        "demo",
-        "--partitions",
-        "2",
-        "--set",
-        "training.epochs=2",
-        "--set",
-        "snapshots=1",
-        "--out",
-        str(tmp_path / "demo"),
-    )
+    words = ["demo", "--partitions", "2", "--set", "training.epochs=2", "--set", "snapshots=1", *SMALL[:2]]
+    told = good(*words, "--out", str(tmp_path / "demo"))
     for part in (
         "minus average",
         "iffi",
@@ -123,18 +94,7 @@ def test_the_demo(tmp_path: Path) -> None:
     study = json.loads((tmp_path / "demo" / "study.json").read_text())
     assert len(study["rules"]) == 6 and all(len(values) == 2 for values in study["rules"].values())
     assert len(set(study["partition_digests"])) == 2
-    assert "minus average" in good(
-        "demo",
-        "--partitions",
-        "2",
-        "--set",
-        "training.epochs=2",
-        "--set",
-        "snapshots=1",
-        "--out",
-        str(tmp_path / "demo"),
-        "--resume",
-    )
+    assert "minus average" in good(*words, "--out", str(tmp_path / "demo"), "--resume")
 
 
 def test_partition_shows_and_draws(tmp_path: Path) -> None:
@@ -363,6 +323,14 @@ def test_methods_and_help() -> None:
     told = good("--help")
     for command in ("demo", "run", "partition", "fuse", "evaluate", "predict", "export", "methods"):
         assert command in told
+
+
+def test_started_from_nothing_it_says_the_same() -> None:
+    """The other commands here begin with PyTorch in place; this one begins as a user's does."""
+    words = ["run", "fafi", "--epochs", "0"]
+    done = subprocess.run([sys.executable, "-m", "oneround.cli", *words], capture_output=True, text=True, timeout=300)
+    forked = oneround(*words)
+    assert (done.returncode, done.stdout, done.stderr) == (forked.returncode, forked.stdout, forked.stderr)
 
 
 def test_a_method_is_explained_with_its_formula_or_without() -> None:

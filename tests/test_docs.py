@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from commands import bad, good
 from oneround.federate.sites import SiteFile
 from oneround.finished import find_runs, keys_of
 from oneround.reading import checked, load, merge, parse, read_yaml
@@ -37,22 +38,17 @@ def test_the_worked_example_of_a_new_weight(tmp_path: Path) -> None:
             (tmp_path / title).write_text(code)
     assert {title for _, title, _ in found} >= {"my_weights.py", "ratio.yaml", "read_trace.py"}
 
-    def oneround(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "oneround.cli", *words]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-
     (command,) = [code.split() for kind, _, code in found if kind == "sh"]
-    done = oneround(*command[1:])
-    assert done.returncode == 0, done.stderr
+    good(*command[1:], cwd=tmp_path)
     told = [json.loads(line) for line in (tmp_path / "runs/ratio/metrics.jsonl").read_text().splitlines()]
     weights = [event["lambda_raw"] for event in told if event["event"] == "epoch"]
     assert len(set(weights)) > 10 and min(weights) > 0 and max(weights) <= 20
     done = subprocess.run([sys.executable, "read_trace.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == len(weights)
-    refused = oneround("run", "ratio.yaml", "--set", "alignment.weight.share=lots")
-    assert refused.returncode == 2 and 'alignment.weight.share = "lots": must be a number' in refused.stderr
-    held = oneround("run", "ratio.yaml", "--set", "alignment.guard={kind: clamp, most: 0.01}", "--out", "runs/held")
-    assert held.returncode == 0, held.stderr
+    refused = bad("run", "ratio.yaml", "--set", "alignment.weight.share=lots", cwd=tmp_path)
+    assert 'alignment.weight.share = "lots": must be a number' in refused
+    guard = "alignment.guard={kind: clamp, most: 0.01}"
+    good("run", "ratio.yaml", "--set", guard, "--out", "runs/held", cwd=tmp_path)
     told = [json.loads(line) for line in (tmp_path / "runs/held/metrics.jsonl").read_text().splitlines()]
     assert max(event["lambda_effective"] for event in told if event["event"] == "epoch") <= 0.01
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from commands import oneround
 from oneround.compare import compare
 from oneround.errors import RecipeError
 from oneround.finished import find_runs
@@ -108,6 +109,21 @@ def test_two_methods_cannot_share_a_folder(tmp_path: Path) -> None:
         RecipeError, match=r"a/m.yaml and .*b/m.yaml: both would be kept in m/partition_1; give one file"
     ):
         cells(small(methods=[str(file) for file in files]))
+
+
+LOADING = """
+import torch
+def asked(*_): raise SystemExit("CUDA was asked for something")
+for name in ("is_available", "device_count", "get_device_properties", "init", "_lazy_init"):
+    setattr(torch.cuda, name, asked)
+import oneround.sweep
+"""
+
+
+def test_what_workers_are_forked_from_leaves_cuda_alone() -> None:
+    """It cannot be used in a process forked from one that has used it."""
+    done = subprocess.run([sys.executable, "-c", LOADING], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -205,9 +221,7 @@ def test_a_sweep_described_in_a_file(tmp_path: Path) -> None:
     }
     (tmp_path / "mine.yaml").write_text(json.dumps(described))
     words = ["sweep", "mine.yaml", "--out", "swept"]
-    done = subprocess.run(
-        [sys.executable, "-m", "oneround.cli", *words], cwd=tmp_path, capture_output=True, text=True, timeout=200
-    )
+    done = oneround(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "[2/2]" in done.stdout and "fafi: " in done.stdout and "minus etf" in done.stdout
     assert "look again with oneround compare swept --baseline etf\n" in done.stdout

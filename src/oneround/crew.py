@@ -17,6 +17,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,10 @@ class Crew:
 
     def __enter__(self) -> Crew:
         if self.size > 1:
-            spawn = multiprocessing.get_context("spawn")
-            self._events = spawn.SimpleQueue()
+            processes = forked_from(__name__)
+            self._events = processes.SimpleQueue()
             shared = Images(self.data.pixels.share_memory_(), self.data.labels.share_memory_())
-            self._pool = ProcessPoolExecutor(self.size, spawn, initializer=_begin, initargs=(shared, self._events))
+            self._pool = ProcessPoolExecutor(self.size, processes, initializer=_begin, initargs=(shared, self._events))
             self._listener = threading.Thread(target=listen, args=(self._events, self.emit), daemon=True)
             self._listener.start()
         return self
@@ -101,6 +102,13 @@ class Crew:
         done: Future[str] = Future()
         done.set_result(_train(job, self.data, self.emit))
         return done
+
+
+def forked_from(*modules: str) -> ForkServerContext:
+    """Processes that begin with these modules in place: they and PyTorch are loaded once, not once for each process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(modules))
+    return context
 
 
 def listen(events: Any, emit: Emit) -> None:

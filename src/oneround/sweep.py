@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import threading
@@ -26,7 +25,7 @@ import torch
 from pydantic import Field, field_validator
 
 from oneround.acts import settle
-from oneround.crew import begin_worker, hidden_main, listen
+from oneround.crew import begin_worker, forked_from, hidden_main, listen
 from oneround.data import Dataset, load_dataset
 from oneround.errors import OneroundError, OutOfTime, RecipeError, RunError
 from oneround.finished import flat
@@ -230,13 +229,13 @@ def _here(workers: int | None, waiting: Sequence[Cell], emit: Emit) -> Iterator[
     """Processes on this machine: one per GPU, or one per core each training with one thread."""
     gpus = torch.cuda.device_count() if any(cell.recipe.local.device == "auto" for cell in waiting) else 0
     width = max(1, min(workers or gpus or os.cpu_count() or 1, len(waiting)))
-    spawn = multiprocessing.get_context("spawn")
-    events, devices = spawn.SimpleQueue(), spawn.SimpleQueue()
+    processes = forked_from(__name__)
+    events, devices = processes.SimpleQueue(), processes.SimpleQueue()
     for number in range(width):
         devices.put(f"cuda:{number % gpus}" if gpus else None)
     listener = threading.Thread(target=listen, args=(events, emit), daemon=True)
     listener.start()
-    pool = ProcessPoolExecutor(width, spawn, initializer=_begin, initargs=(events, devices))
+    pool = ProcessPoolExecutor(width, processes, initializer=_begin, initargs=(events, devices))
     try:
         with hidden_main():
             yield lambda cell, folder, deadline: pool.submit(_work_here, cell, folder, deadline), width
@@ -262,10 +261,13 @@ def _begin(events: Any, devices: Any) -> None:
 
 
 def _work_here(cell: Cell, folder: Path, deadline: float | None) -> dict[str, float]:
-    changes: dict[str, Any] = {"local.workers": 1}
-    if _device is not None and cell.recipe.local.device == "auto":
-        changes["local.device"] = _device
-    return work(replace(cell, recipe=change(cell.recipe, changes)), folder, deadline, partial(_tag, cell.name))
+    own = {"local.device": _device} if _device is not None and cell.recipe.local.device == "auto" else {}
+    return work(_in_turn(cell, own), folder, deadline, partial(_tag, cell.name))
+
+
+def _in_turn(cell: Cell, changes: Mapping[str, Any]) -> Cell:
+    """The cell with its clients one after another: the other cores have cells of their own."""
+    return replace(cell, recipe=change(cell.recipe, {"local.workers": 1, **changes}))
 
 
 def _tag(name: str, event: dict[str, Any]) -> None:
@@ -279,13 +281,13 @@ def _on_ray(address: str) -> Iterator[tuple[Submit, int]]:
         import ray
     except ImportError:
         raise RecipeError("--ray: Ray is not installed here; pip install ray") from None
-    ray.init(address=address, log_to_driver=False)
+    ray.init(address=address, log_to_driver=False, include_dashboard=False if address == "local" else None)
     try:
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         gpus = int(resources.get("GPU", 0))
         task = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_retries=0)(work)
         yield (
-            lambda cell, folder, deadline: task.remote(cell, folder.resolve(), deadline).future(),
+            lambda cell, folder, deadline: task.remote(_in_turn(cell, {}), folder.resolve(), deadline).future(),
             max(1, gpus or int(resources["CPU"])),
         )
     finally:

@@ -51,6 +51,18 @@ def test_digits_are_all_there_and_split(digits: Dataset) -> None:
     assert not digits.mirror
 
 
+def test_digits_are_those_of_scikit_learn(digits: Dataset) -> None:
+    """Which are read without importing it."""
+    from sklearn.datasets import load_digits
+
+    told = load_digits()
+    pixels = np.round(told.images * (255 / 16))
+    for label in range(10):
+        kept, held = (part.pixels[part.labels == label, 0].numpy() for part in (digits.train, digits.test))
+        whole = pixels[told.target == label]
+        assert np.array_equal(held, whole[4::5]) and np.array_equal(kept, np.delete(whole, np.s_[4::5], axis=0))
+
+
 # --- CIFAR -----------------------------------------------------------------------------------------------------------
 
 

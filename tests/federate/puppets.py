@@ -36,7 +36,7 @@ class Puppet(threading.Thread):
             while not self.ended.is_set():
                 got = receive()
                 if got is None:
-                    time.sleep(0.1)
+                    time.sleep(0.5)  # a dozen of them that ask more often keep the SuperLink from its work
                     continue
                 message, tree = got
                 if not self.rude:

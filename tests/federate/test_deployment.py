@@ -15,6 +15,7 @@ import pytest
 import torch
 from puppets import Puppet
 
+from commands import bad, good
 from conftest import small_recipe
 from oneround import acts
 from oneround.data import Dataset
@@ -27,7 +28,6 @@ from oneround.recipe import Local, Recipe
 from oneround.runs import Plan, Result, RunFolder
 from oneround.simulate import run as simulate
 from oneround.site import Site
-from test_cli import bad, good
 
 PATIENCE = 200.0  # a busy machine takes its time; nothing here waits longer than it must
 
@@ -39,7 +39,7 @@ def wait_for(what: Callable[[], object], why: Callable[[], object] = str) -> Non
         time.sleep(0.1)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def quick_processes() -> Iterator[None]:
     """Flower's processes look often for work."""
     with pytest.MonkeyPatch.context() as patch:
@@ -75,11 +75,11 @@ class Federation:
         """Start a run; it ends when the child does."""
         asked = out.with_suffix(".yaml")
         asked.write_text(recipe.to_yaml())
-        pace: dict[str, str | float] = {"poll": 0.2, "farewell": 0.0, "patience": 5.0}
+        pace: dict[str, str | float] = {"farewell": 0.0, "patience": 5.0}
         return self.link.run(write_app(self.folder / "app"), {"recipe": str(asked), "out": str(out), **pace})
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def open_link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
     link = SuperLink(tmp_path_factory.mktemp("link") / "flower", "127.0.0.1", free_port()).start()
     yield link
@@ -129,18 +129,17 @@ def result(out: Path) -> dict[str, object]:
 # --- encrypted and authenticated -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.xdist_group("tls")
 def test_commands_keys_and_the_same_uploads_as_a_simulation(digits: Dataset, tmp_path: Path) -> None:
-    """`oneround federate` with TLS and keys: three sites are counted, a stranger and an impostor are not."""
+    """`oneround federate` with TLS and keys: both sites are counted, a stranger and an impostor are not."""
     recipe = small_recipe(
-        partition__clients=3,
+        partition__clients=2,
         partition__alpha=0.3,
         training__epochs=2,
         snapshots=0,
         local__workers=1,
         fusion=["typicality-gated", "iffi"],
     )
-    names = [f"client_00{number}" for number in range(3)]
+    names = ["client_000", "client_001"]
     keys, stranger = KeyFolder(tmp_path / "keys"), KeyFolder(tmp_path / "stranger")
     sites = [word for name in [*names, "mallory"] for word in ("--site", name)]
     assert "secret" in good("federate", "keys", str(keys.path), "--host", "localhost", *sites)
@@ -162,11 +161,11 @@ def test_commands_keys_and_the_same_uploads_as_a_simulation(digits: Dataset, tmp
     impostor.make([], ["client_000"])
     impostor.ca.write_bytes(keys.ca.read_bytes())
     impostor.private("client_000").write_bytes(keys.private("mallory").read_bytes())
-    wait_for(lambda: "waiting for 3 of 3" in log_of(out))
+    wait_for(lambda: "waiting for 2 of 2" in log_of(out))
     mallory, refused = client("client_000", 0, impostor), client("client_009", 0, stranger)
-    clients = [client(name, number, keys) for number, name in enumerate(names[:2])]
+    clients = [client(names[0], 0, keys)]
     wait_for(lambda: "key is registered for mallory" in log_of(out), lambda: log_of(out))
-    clients.append(client(names[2], 2, keys))
+    clients.append(client(names[1], 1, keys))
     assert refused.wait(PATIENCE) == 2
     assert "client_009: the server does not know this key" in refused.stderr.read()
     assert mallory.wait(PATIENCE) == 1
@@ -177,7 +176,7 @@ def test_commands_keys_and_the_same_uploads_as_a_simulation(digits: Dataset, tmp
         assert "counted" in told and "done" in told
     told, wrong = server.communicate(timeout=PATIENCE)
     assert server.returncode == 0, wrong
-    assert "encrypted, for the keys of client_000, client_001, client_002, mallory" in " ".join(told.split())
+    assert "encrypted, for the keys of client_000, client_001, mallory" in " ".join(told.split())
     simulate(recipe, tmp_path / "simulated", data=digits)
     assert_same(RunFolder(out).uploads(), RunFolder(tmp_path / "simulated").uploads())
     here, there = result(tmp_path / "simulated"), result(out)
@@ -192,7 +191,6 @@ def test_commands_keys_and_the_same_uploads_as_a_simulation(digits: Dataset, tmp
 # --- faults --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xdist_group("open")
 def test_liars_are_refused_and_the_quorum_is_fused_without_the_silent_one(
     digits: Dataset, federation: Federation, tmp_path: Path
 ) -> None:
@@ -235,7 +233,6 @@ def test_liars_are_refused_and_the_quorum_is_fused_without_the_silent_one(
     assert len(list((out / "quarantine").iterdir())) == told.count("(kept in quarantine/") == 6
 
 
-@pytest.mark.xdist_group("open")
 def test_a_killed_client_and_a_killed_server_lose_nothing(
     digits: Dataset, federation: Federation, tmp_path: Path
 ) -> None:
@@ -284,7 +281,6 @@ def _kill_trainers(place: Path) -> None:
         time.sleep(1)
 
 
-@pytest.mark.xdist_group("open")
 def test_the_deadline_fuses_what_is_there_and_a_late_upload_is_kept(
     digits: Dataset, federation: Federation, tmp_path: Path
 ) -> None:
@@ -307,7 +303,6 @@ def test_the_deadline_fuses_what_is_there_and_a_late_upload_is_kept(
     assert "client_002 alone" in good("fuse", str(out), "--rule", "iffi")
 
 
-@pytest.mark.xdist_group("tls")
 def test_an_expired_certificate_is_refused_at_both_ends(tmp_path: Path) -> None:
     keys = KeyFolder(tmp_path / "keys")
     keys.make(["localhost"], ["a"])

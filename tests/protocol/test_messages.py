@@ -46,6 +46,13 @@ def test_an_upload_comes_back_equal(federation: Federation, tmp_path: Path) -> N
     assert folder[1].content == uploads[1].content and len(folder[1:]) == 2
 
 
+def test_many_bytes_are_hashed_as_few_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {str(number): torch.arange(number * 1000) for number in range(5)}
+    few = blob.checksum(tensors)
+    monkeypatch.setattr(blob, "MANY", 0)  # side by side, as if there were megabytes
+    assert blob.checksum(tensors) == few
+
+
 def test_content_is_what_was_learned_not_when(federation: Federation) -> None:
     upload = federation[2][0]
     assert replace(upload, history=[]).content == upload.content

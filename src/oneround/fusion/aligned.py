@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from oneround.fusion.iffi import Iffi
@@ -76,6 +75,8 @@ def rotation(source: Tensor, goal: Tensor) -> Tensor:
 
 def matching(source: Tensor, goal: Tensor) -> Tensor:
     """The permutation R (d, d) of units that brings source·R nearest to goal; both (n, d)."""
+    from scipy.optimize import linear_sum_assignment  # a third of a second, and every worker of a crew would pay it
+
     identity = torch.eye(source.shape[1], dtype=torch.float64, device=source.device)
     rows, columns = linear_sum_assignment(-(source.double().T @ goal.double() + 1e-9 * identity).cpu().numpy())
     turn = torch.zeros(source.shape[1], source.shape[1])
