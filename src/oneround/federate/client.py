@@ -151,7 +151,8 @@ def _dealt(recipe: str, path: Path | None) -> tuple[Dataset, Split]:
 
 def _tell(event: dict[str, Any]) -> None:
     if event["event"] == "epoch":
-        log.info("epoch %d: loss %.4f, %.1f s", event["epoch"], event["loss"], event["seconds"])
+        loss = f"loss {event['loss']:.4f}, " if "loss" in event else ""  # there is none where nothing is trained
+        log.info("epoch %d: %s%.1f s", event["epoch"], loss, event["seconds"])
     elif event["event"] == "trouble":
         log.warning(event["text"])
 
