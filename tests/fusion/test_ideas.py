@@ -174,6 +174,15 @@ def test_wrong_labels_are_at_the_clients_asked_for(digits: Dataset) -> None:
         Plan.of(small_recipe(label_noise={"clients": 9}, partition__kind="iid"), digits)
 
 
+def test_clients_are_judged_on_their_own_images_also_where_there_are_public_ones(digits: Dataset) -> None:
+    recipe = small_recipe("fafi+dynamic-prototypes", public=0.2, snapshots=0)
+    plan = Plan.of(recipe, digits)
+    assert all(len(held) for held, size in zip(plan.split.held, plan.split.sizes, strict=True) if size > 10)
+    assert not any("choose the snapshot" in remark for remark in plan.remarks()), "there is only one"
+    several = Plan.of(small_recipe("fafi+dynamic-prototypes", snapshots=1, training__epochs=2), digits)
+    assert any("choose the snapshot" in remark for remark in several.remarks())
+
+
 def test_a_client_that_lies_is_found_out_on_what_it_held_back(digits: Dataset, tmp_path: Path) -> None:
     recipe = small_recipe(
         "fafi+dynamic-prototypes", model__encoder={"kind": "cnn", "width": 8}, training__epochs=8, partition__kind="iid", partition__clients=4,

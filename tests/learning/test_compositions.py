@@ -23,6 +23,7 @@ TERMS = (
     "prototype-feature",
     "prototype-separation",
     "reference",
+    "distillation",
 )
 NUMBERS = st.sampled_from([0.0, 0.5, 2.0])
 
@@ -38,6 +39,7 @@ BY_TERM = {
     "bank-contrastive": CONTRAST,
     "prototype-feature": options(temperature=st.sampled_from([0.5, 1.0])),
     "prototype-separation": options(weight=NUMBERS),
+    "distillation": options(temperature=st.sampled_from([0.5, 2.0])),
     "reference": options(match=st.sampled_from(["moments", "coral", "mmd"]), weight=NUMBERS),
 }
 ALIGNMENT = options(
@@ -77,6 +79,7 @@ def compositions(draw: st.DrawFn) -> dict[str, Any]:
 def _fitted(choice: dict[str, Any]) -> dict[str, Any]:
     """What its parts need is there; most draws, so that most are trained."""
     terms = choice["objective"]["terms"]
+    terms.pop("distillation", None)
     terms["cross-entropy"] = {**terms.get("cross-entropy", {}), "weight": 1.0}
     more: dict[str, Any] = {"public": 0.1}
     if "bank-contrastive" in terms:

@@ -236,6 +236,18 @@ def test_references_are_unit_vectors_of_the_size_asked_for(source: str, digits: 
             {"queue": {}, "objective__terms": {"cross-entropy": {}}},
             "queue: no term uses it",
         ),
+        (
+            {"objective__terms__distillation": {}},
+            "objective.terms.distillation: copies a teacher, and clients have none",
+        ),
+        (
+            {"public": 0.1, "reference": {"teacher": {"terms": {"reference": {}}}}},
+            r"reference.*teacher.terms.reference: needs a reference, which a teacher does not have",
+        ),
+        (
+            {"public": 0.1, "bank": {"teacher": {"terms": {"distillation": {}}}}},
+            r"bank.*needs a teacher, which a teacher",
+        ),
     ],
 )
 def test_compositions_that_mean_nothing_are_refused(changes: dict[str, Any], fault: str) -> None:

@@ -27,10 +27,21 @@ class Rule(Part):
 
     needs_network: ClassVar[bool] = True
     """Whether clients must have trained networks."""
-    needs_sums: ClassVar[bool] = False
-    """Whether clients must have sent sums of fixed features."""
-    reveals: ClassVar[str] = ""
-    """What its statistics tell of a site's data, in words; nothing if it asks for none."""
+
+    @property
+    def needs_sums(self) -> bool:
+        """Whether clients must have sent sums of fixed features."""
+        return False
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether it goes by the sites' class counts, so that it means nothing where they are hidden."""
+        return False
+
+    @property
+    def reveals(self) -> str:
+        """What its statistics tell of a site's data, in words; nothing if it asks for none."""
+        return ""
 
     @property
     def needs_public(self) -> bool:
