@@ -194,10 +194,9 @@ class Taught(Strict):
         if self.teacher.empty:
             raise ValueError("teacher.terms is empty: leave teacher out, or name terms")
         for name, term in self.teacher.terms.items():
-            if getattr(term, "needs", ""):
-                raise ValueError(
-                    f"teacher.terms.{name}: needs a {term.needs}, which a teacher does not have; leave it out"
-                )  # type: ignore[attr-defined]
+            needed = getattr(term, "needs", "")
+            if needed:
+                raise ValueError(f"teacher.terms.{name}: needs a {needed}, which a teacher does not have; leave it out")
         return self
 
 
