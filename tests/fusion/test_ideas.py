@@ -122,6 +122,14 @@ def test_optimised_prototypes_descend_what_they_say() -> None:
     assert torch.equal(optimised(each + 9 * (1 - known)[:, :, None], known), optimised(each, known))
 
 
+def test_optimised_prototypes_leave_out_what_a_client_never_saw(digits: Dataset) -> None:
+    rule = rules.parse({"kind": "dynamic-prototypes", "by": "optimised"})
+    broadcast = broadcast_of(digits, rule.dump())
+    one, other = uploads_of(digits, broadcast)
+    poisoned = Upload(**{**vars(other), "weights": {**other.weights, "prototypes": every_but(other, 0)}})
+    assert torch.equal(scores(rule, [one, poisoned], broadcast, digits), scores(rule, [one, other], broadcast, digits))
+
+
 @pytest.mark.parametrize("by", ["match", "procrustes"])
 def test_spaces_are_brought_together(by: str, digits: Dataset) -> None:
     """A client whose feature units are renamed (or turned) says what it said before; plain IFFI is lost then."""
@@ -136,8 +144,27 @@ def test_spaces_are_brought_together(by: str, digits: Dataset) -> None:
     rule = rules.parse({"kind": "aligned-iffi", "by": by})
     broadcast = broadcast_of(digits, rule.dump())
     uploads = uploads_of(digits, broadcast)
-    same = scores(rule, [uploads[0], uploads[0]], broadcast, digits)
-    assert torch.allclose(same, scores(rules.parse("iffi"), uploads[:1], broadcast, digits), atol=1e-3)
+    one = Upload(**{**vars(uploads[0]), "class_counts": torch.ones(10, dtype=torch.int64)})  # all prototypes count
+    plain = rules.parse("iffi")
+    alone, together, lost = (
+        F.normalize(scores(each, given, broadcast, digits), dim=1)
+        for each, given in ((plain, [one]), (rule, [one, renamed(one)]), (plain, [one, renamed(one)]))
+    )
+    assert torch.allclose(together, alone, atol=1e-3) and not torch.allclose(lost, alone, atol=0.05)
+
+
+def renamed(upload: Upload) -> Upload:
+    """The same network with its feature units in another order."""
+    weights = dict(upload.weights)
+    features = weights["prototypes"].shape[1]
+    order = torch.randperm(features, generator=torch.Generator().manual_seed(4))
+    last = max(int(name.split(".")[2]) for name in weights if name.startswith("encoder.norms"))
+    for name, value in upload.weights.items():
+        if name.startswith((f"encoder.convolutions.{last}.", f"encoder.norms.{last}.")) and value.ndim:
+            assert len(value) == features
+            weights[name] = value[order]
+    weights["prototypes"] = weights["prototypes"][:, order]
+    return Upload(**{**vars(upload), "client": "renamed", "weights": weights})
 
 
 def test_features_vote_for_their_class(digits: Dataset) -> None:
