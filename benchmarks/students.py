@@ -73,7 +73,7 @@ def measure(seed: int, batch_size: int) -> Measured:
             for name, given in STUDENTS.items()
         }
         models = {name: acts.fuse(uploads, uploads.broadcast, server, rule) for name, rule in made.items()}
-    answers = {name: model.predict(data.test.pixels).argmax(1) for name, model in models.items()}
+        answers = {name: model.predict(data.test.pixels).argmax(1) for name, model in models.items()}
     return {
         name: {
             "accuracy": float((mine == data.test.labels).float().mean()),
