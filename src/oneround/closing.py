@@ -91,7 +91,10 @@ def finish(
     first = next(iter(rules))
     with site.arithmetic(sum(tensor.numel() for tensor in broadcast.weights.values())):
         (made[first] if first in made else acts.fuse(uploads, broadcast, site)).save(place.model)
-        personal = score_personal(rules, scores, alone, uploads, broadcast, test, site) if scores else {}
+        mixes_known = broadcast.recipe.reveal.class_counts is not False
+        personal = (
+            score_personal(rules, scores, alone, uploads, broadcast, test, site) if scores and mixes_known else {}
+        )
     place.write_json(
         "result.json",
         {

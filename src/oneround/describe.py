@@ -74,7 +74,7 @@ class Method:
                 if counts
                 else "how many samples it has, the loss of every epoch"
             )
-        return told + [rule.reveals for rule in acts.rules_of(self.recipe) if rule.reveals]
+        return [*told, *dict.fromkeys(rule.reveals for rule in acts.rules_of(self.recipe) if rule.reveals)]
 
     def plain(self) -> dict[str, Any]:
         return {

@@ -223,6 +223,10 @@ class Taught(Strict):
     def _teacher_learns(self) -> Taught:
         if self.teacher.empty:
             raise ValueError("teacher.terms is empty: leave teacher out, or name terms")
+        for name, term in self.teacher.terms.items():
+            needed = getattr(term, "needs", "")
+            if needed:
+                raise ValueError(f"teacher.terms.{name}: needs a {needed}, which a teacher does not have; leave it out")
         return self
 
 
@@ -432,13 +436,24 @@ class Federated(Strict):
             raise ValueError(
                 "queue: no term uses it; add supervised-contrastive or bank-contrastive to objective.terms"
             )
+        if self.reveal.class_counts is not True:
+            self._check_hidden()
+        return self
+
+    def _check_hidden(self) -> None:
+        """What hidden class counts rule out: rules that tell them all the same, and rules that need them."""
         telling = [rule.kind for rule in self.fusion if getattr(rule, "reveals", "")]
-        if telling and self.reveal.class_counts is not True:
+        if telling:
             raise ValueError(
                 f"reveal.class_counts: hides nothing while fusion has {telling[0]}, which makes sites send statistics of "
                 f"every class; leave out {', '.join(telling)}"
             )
-        return self
+        going_by = [rule.kind for rule in self.fusion if getattr(rule, "needs_counts", False)]
+        if going_by and self.reveal.class_counts is False:
+            raise ValueError(
+                f"reveal.class_counts: {going_by[0]} goes by class counts, and they are hidden; tell them with noise "
+                f"(reveal.class_counts: {{epsilon: 1}}), or leave out {', '.join(going_by)}"
+            )
 
     def _check_without_network(self) -> None:
         """What an empty objective rules out."""
@@ -549,6 +564,15 @@ class Recipe(Federated):
     """One experiment, both halves."""
 
     local: Local = Local()
+
+    @model_validator(mode="after")
+    def _clients_have_no_teacher(self) -> Recipe:
+        for name, term in self.objective.terms.items():
+            if getattr(term, "needs", "") == "teacher":
+                raise ValueError(
+                    f"objective.terms.{name}: copies a teacher, and clients have none; distil at the server, fusion: [{{kind: distilled}}]"
+                )
+        return self
 
     @property
     def federated(self) -> Federated:

@@ -298,7 +298,7 @@ class Plan:
     def remarks(self) -> list[str]:
         """What a reader of the result has to know."""
         told = self.split.remarks()
-        if self.recipe.clients_hold_back:
+        if self.recipe.clients_hold_back and len(self.stops) > 1:
             told.append(
                 f"{len(self.split.validation):,} images held back by the clients choose the snapshot: in a real federation the "
                 "clients would have to score the fused models, an exchange more"

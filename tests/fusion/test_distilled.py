@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
+from typer.testing import CliRunner
 
 from oneround import acts
+from oneround.cli import app
 from oneround.data import Dataset
 from oneround.data.augment import MEAN, STD
 from oneround.errors import RecipeError
-from oneround.fusion import rules
-from oneround.learning.distillation import calibrated, inversions, noise_images
+from oneround.fusion import distilled, rules
+from oneround.learning.distillation import calibrated, distil, inversions, noise_images
 from oneround.protocol import GlobalModel, UploadFolder
 from oneround.reading import load
 from oneround.runs import Plan, RunFolder
@@ -108,3 +110,28 @@ def test_without_public_images_it_says_what_to_do(federation: Federation) -> Non
                 Site("server"),
                 rules.parse({"kind": "distilled", **rule}),
             )
+
+
+@pytest.mark.parametrize(
+    ("teacher", "fault"),
+    [
+        ("ridge", "fusion: distilled needs sums of fixed features"),
+        ({"kind": "split", "restate": "public"}, "fusion: distilled needs public images at the server"),
+        (
+            {"kind": "distilled", "calibrate": True, "images": "noise"},
+            "fusion: distilled needs public images at the server",
+        ),
+    ],
+)
+def test_what_its_teacher_needs_it_needs_too(teacher: object, fault: str) -> None:
+    with pytest.raises(RecipeError, match=fault):
+        load("fafi", [("fusion", [{"kind": "distilled", "images": "noise", "teacher": teacher}])])
+
+
+def test_fusing_what_is_there_teaches_one_student(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    taught = []
+    monkeypatch.setattr(distilled, "distil", lambda *given, **more: taught.append(1) or distil(*given, **more))
+    words = ["fuse", str(federation.folder), "--rule", "distilled", "--set", "epochs=1"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and len(taught) == 1, done.output
+    assert len(list((federation.folder / "fused/distilled").glob("shard_*"))) == 1

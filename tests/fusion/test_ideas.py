@@ -122,6 +122,14 @@ def test_optimised_prototypes_descend_what_they_say() -> None:
     assert torch.equal(optimised(each + 9 * (1 - known)[:, :, None], known), optimised(each, known))
 
 
+def test_optimised_prototypes_leave_out_what_a_client_never_saw(digits: Dataset) -> None:
+    rule = rules.parse({"kind": "dynamic-prototypes", "by": "optimised"})
+    broadcast = broadcast_of(digits, rule.dump())
+    one, other = uploads_of(digits, broadcast)
+    poisoned = Upload(**{**vars(other), "weights": {**other.weights, "prototypes": every_but(other, 0)}})
+    assert torch.equal(scores(rule, [one, poisoned], broadcast, digits), scores(rule, [one, other], broadcast, digits))
+
+
 @pytest.mark.parametrize("by", ["match", "procrustes"])
 def test_spaces_are_brought_together(by: str, digits: Dataset) -> None:
     """A client whose feature units are renamed (or turned) says what it said before; plain IFFI is lost then."""
@@ -136,8 +144,27 @@ def test_spaces_are_brought_together(by: str, digits: Dataset) -> None:
     rule = rules.parse({"kind": "aligned-iffi", "by": by})
     broadcast = broadcast_of(digits, rule.dump())
     uploads = uploads_of(digits, broadcast)
-    same = scores(rule, [uploads[0], uploads[0]], broadcast, digits)
-    assert torch.allclose(same, scores(rules.parse("iffi"), uploads[:1], broadcast, digits), atol=1e-3)
+    one = Upload(**{**vars(uploads[0]), "class_counts": torch.ones(10, dtype=torch.int64)})  # all prototypes count
+    plain = rules.parse("iffi")
+    alone, together, lost = (
+        F.normalize(scores(each, given, broadcast, digits), dim=1)
+        for each, given in ((plain, [one]), (rule, [one, renamed(one)]), (plain, [one, renamed(one)]))
+    )
+    assert torch.allclose(together, alone, atol=1e-3) and not torch.allclose(lost, alone, atol=0.05)
+
+
+def renamed(upload: Upload) -> Upload:
+    """The same network with its feature units in another order."""
+    weights = dict(upload.weights)
+    features = weights["prototypes"].shape[1]
+    order = torch.randperm(features, generator=torch.Generator().manual_seed(4))
+    last = max(int(name.split(".")[2]) for name in weights if name.startswith("encoder.norms"))
+    for name, value in upload.weights.items():
+        if name.startswith((f"encoder.convolutions.{last}.", f"encoder.norms.{last}.")) and value.ndim:
+            assert len(value) == features
+            weights[name] = value[order]
+    weights["prototypes"] = weights["prototypes"][:, order]
+    return Upload(**{**vars(upload), "client": "renamed", "weights": weights})
 
 
 def test_features_vote_for_their_class(digits: Dataset) -> None:
@@ -172,6 +199,15 @@ def test_wrong_labels_are_at_the_clients_asked_for(digits: Dataset) -> None:
     assert any("wrong on purpose" in remark for remark in plan.remarks())
     with pytest.raises(RecipeError, match=r"label_noise.clients = 9: must be ≤ 5"):
         Plan.of(small_recipe(label_noise={"clients": 9}, partition__kind="iid"), digits)
+
+
+def test_clients_are_judged_on_their_own_images_also_where_there_are_public_ones(digits: Dataset) -> None:
+    recipe = small_recipe("fafi+dynamic-prototypes", public=0.2, snapshots=0)
+    plan = Plan.of(recipe, digits)
+    assert all(len(held) for held, size in zip(plan.split.held, plan.split.sizes, strict=True) if size > 10)
+    assert not any("choose the snapshot" in remark for remark in plan.remarks()), "there is only one"
+    several = Plan.of(small_recipe("fafi+dynamic-prototypes", snapshots=1, training__epochs=2), digits)
+    assert any("choose the snapshot" in remark for remark in several.remarks())
 
 
 def test_a_client_that_lies_is_found_out_on_what_it_held_back(digits: Dataset, tmp_path: Path) -> None:

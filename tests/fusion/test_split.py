@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from oneround.models.encoders import encoders
 from oneround.models.prototype import build
 from oneround.protocol import Broadcast, GlobalModel, Upload
 from oneround.reading import load
+from oneround.report import report
 from oneround.runs import RunFolder
 from oneround.simulate import run
 from oneround.site import Site
@@ -95,13 +97,31 @@ def test_statistics_measured_anew_are_those_of_the_images(
     broadcast, uploads = federation
     before = [upload.content for upload in uploads]
     rule = rules.parse({"kind": "split", "restate": "public"})
-    public = digits.train.take(torch.arange(300))
+    public = digits.train.take(torch.arange(512))  # a batch of 500 and one of 12, which must not count as much
     expert = next(iter(SplitExperts(rule, uploads, broadcast, Site("server", public))))
     first = expert.net.encoder.convolutions[0]((public.pixels.float() / 255 - 0.5) / 0.5)
     assert torch.allclose(expert.net.encoder.norms[0].running_mean, first.mean((0, 2, 3)), atol=1e-5)
     assert [upload.content for upload in uploads] == before, "uploads are not touched"
     with pytest.raises(RecipeError, match=r"fusion.split: the server has no public images"):
         acts.fuse(uploads, broadcast, rule=rule)
+
+
+def test_noise_on_the_histograms_is_honoured(digits: Dataset) -> None:
+    """The server goes by the counts it is told, whatever the true ones are."""
+    recipe = small_recipe(fusion=["split"], reveal__class_counts={"epsilon": 0.01})
+    broadcast = acts.prepare(acts.settle(recipe, digits), digits.class_names, digits.shape)
+    holds = [torch.nonzero(digits.train.labels == label)[:20, 0] for label in (0, 1, 2)]
+    uploads = [acts.train(broadcast, Site(f"c{k}", digits.train.take(mine))) for k, mine in enumerate(holds)]
+    told = torch.stack([upload.class_counts for upload in uploads])
+    assert ((told > 0).sum(1) > 1).any(), "each holds one class and says otherwise"
+    rule = rules.parse({"kind": "split", "chosen": "each", "restate": "none"})
+    shared = SplitExperts(rule, uploads, broadcast, Site("server")).shared
+    assert shared == shared_blocks(told, len(blocks(build(broadcast.recipe.model.encoder, 1, 10))), "each")
+
+
+def test_hidden_histograms_leave_nothing_to_be_personal_about(digits: Dataset, tmp_path: Path) -> None:
+    run(small_recipe(fusion=["iffi"], reveal__class_counts=False, local__workers=1), tmp_path / "run", data=digits)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["personalised"] == {}
 
 
 def test_a_run_is_judged_globally_and_on_every_clients_own_mix(digits: Dataset, tmp_path: Path) -> None:
@@ -111,6 +131,9 @@ def test_a_run_is_judged_globally_and_on_every_clients_own_mix(digits: Dataset, 
     split = next(iter(told["rules"]))
     assert set(told["personalised"]) == {*told["rules"], "alone", f"{split}, personal"}
     assert result.personalised["alone"] == pytest.approx(np.mean(list(told["personalised"]["alone"].values())))
+    page = report([tmp_path / "run"])
+    for name, by_client in told["personalised"].items():
+        assert f"{html.escape(name)}, %" in page and all(f"{100 * value:.2f}" in page for value in by_client.values())
     uploads = RunFolder(tmp_path / "run").uploads()
     personal = dict(rules.of(recipe.fusion[0]).personal(uploads, uploads.broadcast, Site("server")))
     for upload in uploads:

@@ -105,18 +105,16 @@ def test_made_up_negatives_are_mixes_of_the_hardest() -> None:
 
 
 def test_balanced_contrast_gives_every_class_the_same_weight() -> None:
-    """However many anchors a class has: its gradient does not shrink when another class is repeated."""
+    """However many anchors a class has, and whichever classes are not there at all."""
     batch = made(30, 3)
-    order = torch.argsort(batch.labels)
     by_class = []
     for label in range(3):
         pairs = by_hand(batch, 0.0)
         kept = [loss for loss, own in zip(pairs, batch.labels.tolist(), strict=True) if own == label]
         by_class.append(np.mean(kept))
     assert contrast(batch, per_class=True) == pytest.approx(np.mean(by_class))
-    assert contrast(Batch(batch.unit[order], batch.labels[order], batch.prototypes), per_class=True) == pytest.approx(
-        np.mean(by_class)
-    )
+    more = Batch(batch.unit, batch.labels + 2, torch.randn(7, 6).double())
+    assert contrast(more, per_class=True) == pytest.approx(np.mean(by_class)), "four classes nobody holds"
     counts = np.bincount(batch.labels.numpy())
     assert len(set(counts)) > 1 and contrast(batch) == pytest.approx(np.average(by_class, weights=counts))
 
@@ -235,6 +233,18 @@ def test_references_are_unit_vectors_of_the_size_asked_for(source: str, digits: 
         (
             {"queue": {}, "objective__terms": {"cross-entropy": {}}},
             "queue: no term uses it",
+        ),
+        (
+            {"objective__terms__distillation": {}},
+            "objective.terms.distillation: copies a teacher, and clients have none",
+        ),
+        (
+            {"public": 0.1, "reference": {"teacher": {"terms": {"reference": {}}}}},
+            r"reference.*teacher.terms.reference: needs a reference, which a teacher does not have",
+        ),
+        (
+            {"public": 0.1, "bank": {"teacher": {"terms": {"distillation": {}}}}},
+            r"bank.*needs a teacher, which a teacher",
         ),
     ],
 )

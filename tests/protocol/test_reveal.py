@@ -10,6 +10,7 @@ import torch
 from conftest import small_recipe
 from oneround import acts
 from oneround.data import Dataset
+from oneround.describe import describe
 from oneround.errors import RecipeError
 from oneround.protocol.reveal import told_counts
 from oneround.recipe import Noise, Reveal
@@ -65,5 +66,34 @@ def test_a_rule_that_tells_classes_cannot_be_hidden() -> None:
     assert small_recipe(reveal__class_counts={"epsilon": 1.0}, fusion=["iffi"]).reveal.class_counts == Noise(
         epsilon=1.0
     )
+    for telling in ("feature-vote", "dynamic-prototypes", {"kind": "distilled", "images": "noise"}):
+        for told in (False, {"epsilon": 1.0}):
+            with pytest.raises(RecipeError, match="hides nothing"):
+                small_recipe(reveal__class_counts=told, fusion=["iffi", telling])
     with pytest.raises(RecipeError, match=r"epsilon = 0.*must be > 0"):
         small_recipe(reveal__class_counts={"epsilon": 0.0}, fusion=["iffi"])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "split",
+        {"kind": "split", "chosen": "client"},
+        {"kind": "dynamic-prototypes", "by": "size"},
+        "aligned-iffi",
+        {"kind": "distilled", "teacher": "split", "images": "noise"},
+    ],
+)
+def test_a_rule_that_goes_by_counts_is_refused_where_they_are_hidden(rule: object) -> None:
+    with pytest.raises(RecipeError, match=r"goes by class counts, and they are hidden; tell them with noise"):
+        small_recipe(reveal__class_counts=False, fusion=["iffi", rule])
+    assert small_recipe(reveal__class_counts={"epsilon": 1.0}, fusion=["iffi", rule])
+
+
+def test_a_method_says_what_its_rules_reveal() -> None:
+    assert "features of up to 20 single images of every class" in " ".join(
+        describe("fafi+features", "cnn", 10, 0).reveals
+    )
+    assert "how well it answers, for every class" in describe("fafi+dynamic-prototypes", "cnn", 10, 0).reveals
+    alone = describe("fafi+distilled", "cnn", 10, 100, [("fusion", ["distilled"])]).reveals
+    assert "mean features of every class and their common spread" in alone, "what its teacher asks for"

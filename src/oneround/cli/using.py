@@ -93,14 +93,15 @@ def fuse(
                 "name it in the recipe's fusion list and run again"
             )
     named = {each.label: each for each in usable}
+    made: dict[str, GlobalModel] = {}
     if len(there.test):
-        scores, alone, _ = score_uploads(named, uploads, uploads.broadcast, there.test, site)
+        scores, alone, _ = score_uploads(named, uploads, uploads.broadcast, there.test, site, made)
         out.print(score_table(*({name: score.accuracy for name, score in part.items()} for part in (scores, alone))))
     elif rule == "all":
         raise DataError(f"{folder}: no test images here to compare rules on; name one with --rule, or give --data-dir")
     if rule != "all":
         written = target or folder / "fused" / rule
-        acts.fuse(uploads, uploads.broadcast, site, usable[0]).save(written)
+        (made.get(usable[0].label) or acts.fuse(uploads, uploads.broadcast, site, usable[0])).save(written)
         out.print(f"model written to {written}/", highlight=False)
 
 

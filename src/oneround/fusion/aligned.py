@@ -30,6 +30,10 @@ class AlignedIffi(Rule):
 
     by: Way = "procrustes"
 
+    @property
+    def needs_counts(self) -> bool:
+        return True
+
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
         return Ensemble(Iffi(), Turned(UploadExperts(uploads, broadcast, server.device), uploads, self.by))
 

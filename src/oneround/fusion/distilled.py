@@ -47,7 +47,19 @@ class Distilled(Rule):
 
     @property
     def needs_public(self) -> bool:
-        return self.images == "public" or self.calibrate
+        return self.images == "public" or self.calibrate or self._teacher.needs_public
+
+    @property
+    def needs_sums(self) -> bool:
+        return self._teacher.needs_sums
+
+    @property
+    def needs_counts(self) -> bool:
+        return self._teacher.needs_counts
+
+    @property
+    def reveals(self) -> str:
+        return self._teacher.reveals
 
     @property
     def _teacher(self) -> Rule:

@@ -30,6 +30,10 @@ class FeatureVote(EnsembleRule):
     """How many features of each class a client uploads, at most."""
     temperature: Positive = 0.07
 
+    @property
+    def reveals(self) -> str:
+        return f"features of up to {self.per_class} single images of every class, from which something like them can be made"
+
     def statistics(self, classes: int, features: int) -> Shapes:
         return {"features": (classes, self.per_class, features), "features_weight": (classes,)}
 

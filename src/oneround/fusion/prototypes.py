@@ -34,6 +34,14 @@ class DynamicPrototypes(EnsembleRule):
 
     by: Literal["size", "count", "reliability", "optimised"] = "reliability"
 
+    @property
+    def needs_counts(self) -> bool:
+        return True
+
+    @property
+    def reveals(self) -> str:
+        return "how well it answers, for every class" if self.by == "reliability" else ""
+
     def statistics(self, classes: int, features: int) -> Shapes:
         return {"reliability": (), "confidence": (classes,)} if self.by == "reliability" else {}
 

@@ -30,10 +30,8 @@ from oneround.sums.solve import START
 class Ridge(Rule):
     """A linear classifier of fixed features, from the clients' sums."""
 
-    reveals: ClassVar[str] = "second moments of fixed features of its images, features summed by class, class counts"
     needs_prototypes: ClassVar[bool] = False
     needs_network: ClassVar[bool] = False
-    needs_sums: ClassVar[bool] = True
 
     penalty: Positive | None = None
     """λ over the mean second moment; left out: chosen by generalised cross-validation from the sums alone."""
@@ -41,6 +39,14 @@ class Ridge(Rule):
     """Classes are as frequent as in the clients' data, or all alike."""
     mirrored: bool = False
     """Average the answers to an image and to its mirror image; without effect where features are the same for both."""
+
+    @property
+    def needs_sums(self) -> bool:
+        return True
+
+    @property
+    def reveals(self) -> str:
+        return "second moments of fixed features of its images, features summed by class, class counts"
 
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
         solution, counts = pooled(uploads, broadcast, server.device, self.penalty)

@@ -14,7 +14,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -61,9 +61,6 @@ GRID = {
 class Routed(EnsembleRule):
     """Clients' answers, weighted by where the ridge thinks x comes from, together with the ridge's own."""
 
-    reveals: ClassVar[str] = Ridge.reveals
-    needs_sums: ClassVar[bool] = True
-
     posterior: Literal["prototypes", "typicality"] = "prototypes"
     """The client's answer: its prototypes' softmax, or that of its class means and covariance."""
     temperature: Positive | None = None
@@ -74,6 +71,15 @@ class Routed(EnsembleRule):
     """How much less a client is asked that x is strange to; only with `posterior: typicality`."""
     eta: NotNegative | None = None
     """Power of the ridge's own answer."""
+
+    @property
+    def needs_sums(self) -> bool:
+        return True
+
+    @property
+    def reveals(self) -> str:
+        more = f"; {TypicalityGated().reveals}" if self.posterior == "typicality" else ""
+        return Ridge().reveals + more
 
     def statistics(self, classes: int, features: int) -> Shapes:
         return TypicalityGated().statistics(classes, features) if self.posterior == "typicality" else {}

@@ -27,14 +27,25 @@ class Rule(Part):
 
     needs_network: ClassVar[bool] = True
     """Whether clients must have trained networks."""
-    needs_sums: ClassVar[bool] = False
-    """Whether clients must have sent sums of fixed features."""
     needs_prototypes: ClassVar[bool] = True
     """Whether it compares features with prototypes, which a network with a linear head does not have."""
     continues: ClassVar[bool] = False
     """Whether it makes a network of the clients' own kind, which a next round can start from."""
-    reveals: ClassVar[str] = ""
-    """What its statistics tell of a site's data, in words; nothing if it asks for none."""
+
+    @property
+    def needs_sums(self) -> bool:
+        """Whether clients must have sent sums of fixed features."""
+        return False
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether it goes by the sites' class counts, so that it means nothing where they are hidden."""
+        return False
+
+    @property
+    def reveals(self) -> str:
+        """What its statistics tell of a site's data, in words; nothing if it asks for none."""
+        return ""
 
     @property
     def needs_public(self) -> bool:

@@ -63,6 +63,10 @@ class Split(Rule):
         return value
 
     @property
+    def needs_counts(self) -> bool:
+        return True
+
+    @property
     def needs_public(self) -> bool:
         return self.restate == "public"
 
@@ -169,13 +173,15 @@ def _images(rule: Split, broadcast: Broadcast, server: Site) -> Images | None:
 
 @torch.no_grad()
 def restate(net: PrototypeNet, batches: Iterator[Tensor]) -> None:
-    """Measure batch-norm statistics anew: the plain mean over these batches."""
+    """Measure batch-norm statistics anew: the mean over these batches, each counted by its images."""
     norms = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
     before = [norm.momentum for norm in norms]
     net.train()
-    for number, images in enumerate(batches, 1):
+    total = 0
+    for images in batches:
+        total += len(images)
         for norm in norms:
-            norm.momentum = 1 / number
+            norm.momentum = len(images) / total
         net.encoder(images)
     for norm, momentum in zip(norms, before, strict=True):
         norm.momentum = momentum

@@ -13,8 +13,6 @@ Densities in different encoders are not comparable, so this is a heuristic. It r
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -36,11 +34,14 @@ SHUT = -1e30  # the log of a gate that lets nothing through
 class TypicalityGated(EnsembleRule):
     """Clients' Gaussian posteriors, weighted by sample count and by how typical x is of the client's data."""
 
-    reveals: ClassVar[str] = "mean features of every class and their common spread"
     beta: NotNegative = 1.0
     """Sharpness of the gate."""
     temperature: Positive = 1.0
     """Softness of each client's posterior."""
+
+    @property
+    def reveals(self) -> str:
+        return "mean features of every class and their common spread"
 
     def statistics(self, classes: int, features: int) -> Shapes:
         return {

@@ -38,6 +38,7 @@ def sections(record: Record) -> list[Section]:
     makers: list[tuple[str, str, Callable[[Record], Html]]] = [
         ("result", "Result", result),
         ("findings", "Findings", found),
+        ("mixes", "On each client's own mix of classes", mixes),
         ("partition", "Who holds what", partition),
         ("accuracy", "Accuracy over local training", accuracy),
         ("lambda", "Weight of alignment λ", alignment),
@@ -129,6 +130,27 @@ def final(record: Record) -> tuple[dict[str, float], dict[str, float]]:
 def _last(trace: Trace) -> dict[str, float]:
     ends = {name: values[max(values)] for name, values in trace.items()}
     return {name: value for name, value in ends.items() if value is not None}
+
+
+def mixes(record: Record) -> Html:
+    """Accuracy on test images that come in a client's own mix: of rules, of the client alone, of what a rule makes for it."""
+    personal = (record.result or {}).get("personalised", {})
+    if not personal:
+        return Html("")
+    names = list(next(iter(personal.values())))
+    shown = {client: [score(_in_percent(by.get(client))) for by in personal.values()] for client in names}
+    known = [[value for value in by.values() if value is not None] for by in personal.values()]
+    means = [score(100 * sum(values) / len(values)) if values else "–" for values in known]
+    rows = [["mean", *means], *([client, *values] for client, values in shown.items())]
+    return table(
+        ["client", *(f"{name}, %" for name in personal)],
+        rows,
+        "Test accuracy, classes weighed as the client holds them",
+    )
+
+
+def _in_percent(value: float | None) -> float | None:
+    return None if value is None else 100 * value
 
 
 def found(record: Record) -> Html:
