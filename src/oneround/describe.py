@@ -12,7 +12,8 @@ from oneround import acts
 from oneround.learning.schedules import schedules
 from oneround.observe.words import size_in_words
 from oneround.reading import change, load, presets
-from oneround.recipe import Noise, Recipe
+from oneround.recipe import Recipe
+from oneround.sections import Noise
 
 SECURE = "secure aggregation hides each client's sums: the server sees only their total over all clients, which is all it needs"
 

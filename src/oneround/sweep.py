@@ -32,8 +32,9 @@ from oneround.finished import flat
 from oneround.learning import Emit, silent
 from oneround.parts import Strict
 from oneround.reading import change, checked, load, read_yaml
-from oneround.recipe import Recipe, Seed
+from oneround.recipe import Recipe
 from oneround.runs import RunFolder
+from oneround.sections import Seed
 from oneround.simulate import run
 
 

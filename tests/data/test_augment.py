@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from oneround.data import augment
 from oneround.data.augment import COLUMNS, FLIP, RATIO, crop, draw, recolour, views
-from oneround.recipe import Augment
+from oneround.sections import Augment
 
 STILL = Augment(crop_scale=[1.0, 1.0], crop_ratio=[1.0, 1.0], flip=0.0, jitter=0.0, greyscale=0.0)
 LUMA = torch.tensor([0.299, 0.587, 0.114])

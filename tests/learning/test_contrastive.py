@@ -24,7 +24,7 @@ from oneround.learning.objective import Features, terms
 from oneround.learning.reference import mmd, moments
 from oneround.protocol import Broadcast
 from oneround.protocol.model import preprocessing
-from oneround.recipe import Queue, Training
+from oneround.sections import Queue, Training
 from oneround.site import Site
 
 

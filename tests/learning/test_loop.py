@@ -17,7 +17,8 @@ from oneround.errors import RunError
 from oneround.learning.batches import batches, steps_per_epoch
 from oneround.learning.loop import learning_rate
 from oneround.protocol import Broadcast, Upload
-from oneround.recipe import Local, Training
+from oneround.recipe import Local
+from oneround.sections import Training
 from oneround.site import Site
 
 

@@ -13,7 +13,7 @@ from oneround.data import Dataset
 from oneround.describe import describe
 from oneround.errors import RecipeError
 from oneround.protocol.reveal import told_counts
-from oneround.recipe import Noise, Reveal
+from oneround.sections import Noise, Reveal
 from oneround.site import Site
 
 COUNTS = torch.tensor([40, 0, 3, 0, 8])

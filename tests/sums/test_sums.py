@@ -21,7 +21,7 @@ from oneround.fusion import rules
 from oneround.fusion.ridge import added
 from oneround.models.features import Features
 from oneround.protocol import Broadcast, GlobalModel, Upload
-from oneround.recipe import Sums
+from oneround.sections import Sums
 from oneround.site import Site
 from oneround.sums import Moments, gather, packed, solve, unpacked
 from oneround.sums.gather import ROWS

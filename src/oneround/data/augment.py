@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from oneround.recipe import Augment
+from oneround.sections import Augment
 
 # What each column of a draw decides.
 AREA, RATIO, LEFT, TOP, FLIP, JITTER, BRIGHTNESS, CONTRAST, SATURATION, HUE, GREY = range(11)

@@ -22,7 +22,8 @@ from oneround.models.prototype import filled
 from oneround.parts import In, Part
 from oneround.protocol import Broadcast, Upload
 from oneround.protocol.messages import Shapes
-from oneround.recipe import Count, Federated, Positive
+from oneround.recipe import Federated
+from oneround.sections import Count, Positive
 from oneround.site import Site
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oneround.fusion.rule import EnsembleRule, rules
 from oneround.models.inference import Seen, Totals, plus
-from oneround.recipe import NotNegative
+from oneround.sections import NotNegative
 
 TINY = 1e-30
 

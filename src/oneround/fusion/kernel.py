@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from oneround.fusion.rule import EnsembleRule, rules
 from oneround.models.inference import Seen, Totals
 from oneround.protocol.messages import Shapes
-from oneround.recipe import Positive
+from oneround.sections import Positive
 
 NOTHING = -1e30  # the log of no vote
 

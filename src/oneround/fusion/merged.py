@@ -25,7 +25,8 @@ from oneround.models import Inference
 from oneround.models.prototype import on_cpu
 from oneround.protocol import Broadcast, Upload, blob
 from oneround.protocol.model import preprocessing
-from oneround.recipe import Count, Federated, NotNegative
+from oneround.recipe import Federated
+from oneround.sections import Count, NotNegative
 from oneround.site import Site
 
 log = logging.getLogger("oneround")

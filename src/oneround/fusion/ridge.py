@@ -19,7 +19,8 @@ from oneround.fusion.rule import Rule, rules
 from oneround.models import Inference
 from oneround.models.linear import Linear
 from oneround.protocol import Broadcast, Upload, UploadFolder
-from oneround.recipe import Federated, Positive
+from oneround.recipe import Federated
+from oneround.sections import Positive
 from oneround.site import Site
 from oneround.sums import Moments, Solution, constants_of, features_of, solve, unpacked
 from oneround.sums.moments import exact

@@ -29,7 +29,8 @@ from oneround.models.prototype import on_cpu
 from oneround.protocol import Broadcast, Upload
 from oneround.protocol.messages import Shapes
 from oneround.protocol.model import preprocessing
-from oneround.recipe import Federated, NotNegative, Positive
+from oneround.recipe import Federated
+from oneround.sections import NotNegative, Positive
 from oneround.site import Site
 
 log = logging.getLogger("oneround")

@@ -16,7 +16,7 @@ from oneround.mergenet import Teacher, teacher_of
 from oneround.models import Inference
 from oneround.models.prototype import filled
 from oneround.protocol import Broadcast, Upload
-from oneround.recipe import Count, Positive
+from oneround.sections import Count, Positive
 from oneround.site import Site
 
 

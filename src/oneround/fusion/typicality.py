@@ -21,7 +21,7 @@ from oneround.fusion.iffi import Iffi
 from oneround.fusion.rule import EnsembleRule, rules
 from oneround.models.inference import Seen, Totals
 from oneround.protocol.messages import Shapes
-from oneround.recipe import NotNegative, Positive
+from oneround.sections import NotNegative, Positive
 
 ENOUGH = 20  # samples from which a class mean counts
 FOLDS = 5

@@ -17,7 +17,8 @@ from oneround.learning.guards import guards
 from oneround.learning.objective import Batch
 from oneround.learning.schedules import schedules
 from oneround.learning.weights import Now, State, Uncertainty, weights
-from oneround.recipe import Alignment, Federated
+from oneround.recipe import Federated
+from oneround.sections import Alignment
 
 CEILING = "ceiling"
 MOST_LOG = 700.0  # e^700 is about as large as a number gets

@@ -16,7 +16,8 @@ from oneround.learning.loop import Emit, Learner
 from oneround.models.prototype import PrototypeNet, on_cpu
 from oneround.protocol import Broadcast
 from oneround.protocol.model import preprocessing
-from oneround.recipe import Federated, Taught
+from oneround.recipe import Federated
+from oneround.sections import Taught
 from oneround.seeds import generator
 from oneround.site import Site
 

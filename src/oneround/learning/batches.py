@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from oneround.recipe import Training
+from oneround.sections import Training
 
 
 def steps_per_epoch(samples: int, training: Training) -> int:

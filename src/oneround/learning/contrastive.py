@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from oneround.learning.objective import Batch, Features, Term, terms
-from oneround.recipe import NotNegative, Positive
+from oneround.sections import NotNegative, Positive
 
 SameClass = Literal["negatives", "ignored", "positives"]
 

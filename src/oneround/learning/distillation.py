@@ -22,7 +22,8 @@ from oneround.learning.objective import Batch, Term, terms
 from oneround.models.prototype import PrototypeNet, initialise
 from oneround.parts import Part
 from oneround.protocol import Broadcast
-from oneround.recipe import Federated, Positive
+from oneround.recipe import Federated
+from oneround.sections import Positive
 from oneround.seeds import generator
 from oneround.site import Site
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from oneround.learning.weights import State, Uncertainty
 from oneround.parts import Part, Slot
-from oneround.recipe import Positive
+from oneround.sections import Positive
 
 
 class Guard(Part):

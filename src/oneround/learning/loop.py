@@ -29,7 +29,7 @@ from oneround.learning.objective import stage_of
 from oneround.learning.step import Stepper
 from oneround.models.prototype import on_cpu
 from oneround.protocol import Broadcast, blob
-from oneround.recipe import Training
+from oneround.sections import Training
 from oneround.seeds import generator
 from oneround.site import Site
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oneround.learning.objective import Batch, Features
-from oneround.recipe import Queue
+from oneround.sections import Queue
 
 EMPTY = -1
 TINY = 1e-8

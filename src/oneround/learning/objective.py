@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from oneround.parts import Part, Slot
-from oneround.recipe import NotNegative, Objective, Positive, Stage
+from oneround.sections import NotNegative, Objective, Positive, Stage
 
 
 @dataclass(frozen=True)

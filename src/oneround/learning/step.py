@@ -28,7 +28,7 @@ from oneround.models import Encoder, PrototypeNet
 from oneround.models.prototype import build
 from oneround.parts import Part
 from oneround.protocol import Broadcast
-from oneround.recipe import Stage
+from oneround.sections import Stage
 
 log = logging.getLogger("oneround")
 WARM_UP = 3  # steps taken as they are before one is recorded

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from oneround.parts import Part, Slot
-from oneround.recipe import NotNegative, Positive
+from oneround.sections import NotNegative, Positive
 
 State = dict[str, Tensor]
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 from oneround.parts import Strict
-from oneround.recipe import Count, Fraction, NotNegative, Positive
+from oneround.sections import Count, Fraction, NotNegative, Positive
 
 
 class Adapter(Strict):

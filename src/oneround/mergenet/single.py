@@ -17,7 +17,7 @@ from oneround.mergenet.teacher import Teacher, network_of, teachers_recipe
 from oneround.models import PrototypeNet
 from oneround.models.prototype import on_cpu
 from oneround.protocol import Broadcast
-from oneround.recipe import Count
+from oneround.sections import Count
 from oneround.site import Site
 
 

@@ -16,7 +16,8 @@ from oneround.models.prototype import PrototypeNet, initialise
 from oneround.parts import In, Part, Strict
 from oneround.protocol import Broadcast, blob
 from oneround.protocol.start import start_from
-from oneround.recipe import Count, Federated, Positive
+from oneround.recipe import Federated
+from oneround.sections import Count, Positive
 from oneround.site import Site
 
 log = logging.getLogger("oneround")

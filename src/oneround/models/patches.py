@@ -22,7 +22,7 @@ from oneround.errors import RecipeError
 from oneround.models.dictionary import CONTRAST, dictionary, one_thread
 from oneround.models.features import Constants, Features, FeaturesPart, Shape, features
 from oneround.models.leaves import dead_leaves
-from oneround.recipe import NotNegative, Positive
+from oneround.sections import NotNegative, Positive
 from oneround.seeds import derive
 
 WINDOWS, DEEP_WINDOWS = 50_000, 15_000  # that whitening is measured on

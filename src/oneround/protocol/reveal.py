@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oneround.recipe import Noise, Reveal
+from oneround.sections import Noise, Reveal
 
 HARMLESS = ("epoch", "learning_rate", "loss", "trouble")  # of a history; λ, entropy, steps say something of the counts
 

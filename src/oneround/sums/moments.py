@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oneround.recipe import Federated, Sums
+from oneround.recipe import Federated
+from oneround.sections import Sums
 
 Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 TYPES = {"fp32": torch.float32, "int16": torch.int16, "fp16": torch.float16, "bf16": torch.bfloat16}
