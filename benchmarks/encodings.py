@@ -20,12 +20,12 @@ from pathlib import Path
 from oneround import acts
 from oneround.data import Dataset, load_dataset
 from oneround.evaluate import score_uploads
+from oneround.folder import RunFolder
 from oneround.observe.environment import environment
 from oneround.protocol import Broadcast, Upload, UploadFolder
 from oneround.protocol.messages import sums_bytes
 from oneround.reading import change, load
 from oneround.recipe import Recipe
-from oneround.runs import RunFolder
 from oneround.simulate import run
 from oneround.site import Site
 

@@ -20,10 +20,11 @@ from pathlib import Path
 
 from oneround import acts
 from oneround.data import load_dataset
+from oneround.folder import RunFolder
 from oneround.fusion import rules
 from oneround.observe.environment import environment
 from oneround.reading import load
-from oneround.runs import Plan, RunFolder
+from oneround.runs import Plan
 from oneround.simulate import run
 from oneround.site import choose_device
 

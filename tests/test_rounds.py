@@ -15,12 +15,13 @@ from conftest import small_recipe
 from oneround import acts
 from oneround.data import Dataset
 from oneround.errors import OutOfTime, RecipeError
+from oneround.folder import RunFolder
 from oneround.fusion.average import average_weights
 from oneround.learning.objective import Batch, CrossEntropy
 from oneround.models.prototype import initialise
 from oneround.protocol import Broadcast, Upload
 from oneround.recipe import Recipe
-from oneround.runs import Plan, RunFolder
+from oneround.runs import Plan
 from oneround.simulate import run
 from oneround.site import Site
 

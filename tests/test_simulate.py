@@ -23,12 +23,13 @@ from oneround.crew import crew_size
 from oneround.data import Dataset, dataset_from_arrays
 from oneround.diagnose import diagnose
 from oneround.errors import OutOfTime, RecipeError, RunError
+from oneround.folder import RunFolder
 from oneround.learning.schedules import spread
 from oneround.observe.log import MetricsLog
 from oneround.protocol import Broadcast, GlobalModel, Upload
 from oneround.reading import change, load
 from oneround.recipe import Local, Recipe
-from oneround.runs import Plan, RunFolder
+from oneround.runs import Plan
 from oneround.simulate import run
 
 

@@ -12,10 +12,11 @@ from typing import Any
 from oneround import acts
 from oneround.data import Images
 from oneround.evaluate import Score, score_personal
+from oneround.folder import RunFolder
 from oneround.models import Single
 from oneround.observe import pictures
 from oneround.protocol import GlobalModel, Upload, UploadFolder, blob
-from oneround.runs import Result, RunFolder
+from oneround.runs import Result
 from oneround.site import Site
 
 log = logging.getLogger("oneround")

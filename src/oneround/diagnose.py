@@ -18,6 +18,7 @@ import torch
 
 from oneround.data import Dataset, load_dataset
 from oneround.errors import OneroundError, RunError
+from oneround.folder import RunFolder
 from oneround.learning import Emit
 from oneround.learning.bank import unit_features
 from oneround.models.prototype import filled
@@ -29,7 +30,6 @@ from oneround.observe.sound import is_number
 from oneround.protocol import blob
 from oneround.protocol.model import preprocessing
 from oneround.recipe import Recipe
-from oneround.runs import RunFolder
 from oneround.site import choose_device
 
 log = logging.getLogger("oneround")

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from oneround.errors import RecipeError
+from oneround.folder import RunFolder
 from oneround.observe.log import Event, MetricsLog
 from oneround.observe.sound import is_number
 from oneround.parts import Strict
 from oneround.protocol import blob
 from oneround.recipe import Federated
-from oneround.runs import Result, RunFolder
+from oneround.runs import Result
 
 log = logging.getLogger("oneround")
 

@@ -25,6 +25,7 @@ from oneround.crew import Crew, crew_size
 from oneround.data import Dataset, load_dataset
 from oneround.errors import Interrupted, OutOfTime, ProtocolError, RecipeError, RunError
 from oneround.evaluate import Score, score_uploads
+from oneround.folder import RunFolder
 from oneround.learning import Emit, silent
 from oneround.learning.schedules import consensus, spread
 from oneround.observe import pictures
@@ -32,7 +33,7 @@ from oneround.observe.environment import environment
 from oneround.observe.sinks import Sink, opened, pour
 from oneround.protocol import Broadcast, GlobalModel, Upload, UploadFolder, blob
 from oneround.recipe import Recipe
-from oneround.runs import Plan, Result, RunFolder
+from oneround.runs import Plan, Result
 from oneround.site import choose_device
 
 log = logging.getLogger("oneround")

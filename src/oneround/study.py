@@ -19,6 +19,7 @@ from oneround.crew import Crew, crew_size
 from oneround.data import load_dataset
 from oneround.errors import Interrupted, RecipeError
 from oneround.evaluate import score_uploads
+from oneround.folder import RunFolder
 from oneround.learning import Emit, silent
 from oneround.observe import pictures
 from oneround.observe.statistics import Summary, paired
@@ -26,7 +27,7 @@ from oneround.observe.tables import Row
 from oneround.protocol import Broadcast, UploadFolder, blob
 from oneround.reading import change
 from oneround.recipe import Recipe
-from oneround.runs import Plan, Result, RunFolder
+from oneround.runs import Plan, Result
 from oneround.simulate import run
 from oneround.site import Site
 

@@ -29,11 +29,11 @@ from oneround.crew import begin_worker, forked_from, hidden_main, listen
 from oneround.data import Dataset, load_dataset
 from oneround.errors import OneroundError, OutOfTime, RecipeError, RunError
 from oneround.finished import flat
+from oneround.folder import RunFolder
 from oneround.learning import Emit, silent
 from oneround.parts import Strict
 from oneround.reading import change, checked, load, read_yaml
 from oneround.recipe import Recipe
-from oneround.runs import RunFolder
 from oneround.sections import Seed
 from oneround.simulate import run
 

@@ -23,9 +23,10 @@ from oneround.federate.keys import KeyFolder
 from oneround.federate.operating import write_site
 from oneround.federate.processes import Child, SuperLink, free_port, supernode, write_app
 from oneround.federate.sites import SiteFile
+from oneround.folder import RunFolder
 from oneround.protocol import Upload, blob
 from oneround.recipe import Local, Recipe
-from oneround.runs import Plan, Result, RunFolder
+from oneround.runs import Plan, Result
 from oneround.simulate import run as simulate
 from oneround.site import Site
 

@@ -14,11 +14,12 @@ from oneround.cli import app
 from oneround.data import Dataset
 from oneround.data.augment import MEAN, STD
 from oneround.errors import RecipeError
+from oneround.folder import RunFolder
 from oneround.fusion import distilled, rules
 from oneround.learning.distillation import calibrated, distil, inversions, noise_images
 from oneround.protocol import GlobalModel, UploadFolder
 from oneround.reading import load
-from oneround.runs import Plan, RunFolder
+from oneround.runs import Plan
 from oneround.simulate import run
 from oneround.site import Site
 

@@ -14,12 +14,13 @@ from conftest import small_recipe
 from oneround import acts
 from oneround.data import Dataset
 from oneround.errors import RecipeError
+from oneround.folder import RunFolder
 from oneround.fusion import Rule, rules
 from oneround.fusion.aligned import matching, rotation
 from oneround.fusion.prototypes import judged, optimised
 from oneround.learning.anchors import anchors
 from oneround.protocol import Broadcast, Upload
-from oneround.runs import Plan, RunFolder
+from oneround.runs import Plan
 from oneround.simulate import run
 from oneround.site import Site
 

@@ -15,6 +15,7 @@ from conftest import small_recipe
 from oneround import acts
 from oneround.data import Dataset
 from oneround.errors import RecipeError
+from oneround.folder import RunFolder
 from oneround.fusion import rules
 from oneround.fusion.average import average_weights
 from oneround.fusion.split import SplitExperts, shared_blocks, similarity
@@ -24,7 +25,6 @@ from oneround.models.prototype import build
 from oneround.protocol import Broadcast, GlobalModel, Upload
 from oneround.reading import load
 from oneround.report import report
-from oneround.runs import RunFolder
 from oneround.simulate import run
 from oneround.site import Site
 

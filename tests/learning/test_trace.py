@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from oneround import acts
 from oneround.data import Dataset, Images
 from oneround.errors import RunError
+from oneround.folder import RunFolder
 from oneround.learning import Batch, rails
 from oneround.learning.objective import active
 from oneround.learning.trace import gradients, spread
 from oneround.protocol import Broadcast, Upload
 from oneround.reading import load
-from oneround.runs import Plan, RunFolder
+from oneround.runs import Plan
 from oneround.simulate import run
 from oneround.site import Site
 

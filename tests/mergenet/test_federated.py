@@ -14,13 +14,13 @@ from conftest import small_recipe
 from oneround.data import Dataset
 from oneround.errors import OutOfTime, RecipeError, RunError
 from oneround.federate.server import Pace, serve
+from oneround.folder import RunFolder
 from oneround.mergenet import Merger
 from oneround.models.encoders import encoders
 from oneround.models.prototype import initialise
 from oneround.observe.log import MetricsLog
 from oneround.protocol import GlobalModel, blob
 from oneround.recipe import Recipe
-from oneround.runs import RunFolder
 from oneround.simulate import run
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "federate"))

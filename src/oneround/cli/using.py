@@ -61,9 +61,10 @@ def fuse(
     from oneround import acts
     from oneround.data import load_dataset
     from oneround.evaluate import score_uploads
+    from oneround.folder import RunFolder
     from oneround.fusion import rules
     from oneround.observe.tables import score_table
-    from oneround.runs import Plan, RunFolder
+    from oneround.runs import Plan
 
     place = RunFolder(folder)
     recipe = place.read_recipe([("local.data_path", str(data_dir))] if data_dir else [])
@@ -218,8 +219,8 @@ def methods(
 
 def load_model(folder: Path, plugins: list[str] | None, *, streamed: bool = False) -> GlobalModel:
     """A model folder, or the model in a run folder (whose recipe names the plug-ins it needs)."""
+    from oneround.folder import RunFolder
     from oneround.protocol import GlobalModel
-    from oneround.runs import RunFolder
 
     for module in plugins or []:
         load_plugin(module)

@@ -43,7 +43,7 @@ def be_server(recipe: Recipe, folder: Path, host: str, port: int, keys: KeyFolde
 def be_local(recipe: Recipe, folder: Path, say: Say) -> None:
     """A server and as many sites as the recipe's partition has clients, in processes of their own, on this machine."""
     from oneround.data import partitions
-    from oneround.runs import client_name
+    from oneround.folder import client_name
 
     count, port = partitions.of(recipe.partition).clients, free_port()
     with _link(folder, "127.0.0.1", port, None) as link, ExitStack() as stack:

@@ -15,13 +15,14 @@ from oneround.data import Dataset, datasets, partitions
 from oneround.errors import ProtocolError, RecipeError, RunError
 from oneround.evaluate import Score, score_uploads
 from oneround.federate.sites import NAME
+from oneround.folder import RunFolder
 from oneround.learning.schedules import schedules
 from oneround.observe.environment import environment
 from oneround.observe.words import duration, size_in_words
 from oneround.protocol import Broadcast, GlobalModel, Upload, UploadFolder, blob
 from oneround.protocol.messages import check_norms
 from oneround.recipe import Recipe
-from oneround.runs import Plan, RunFolder
+from oneround.runs import Plan
 from oneround.site import Site, choose_device
 
 log = logging.getLogger("oneround")

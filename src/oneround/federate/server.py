@@ -25,9 +25,9 @@ from oneround.data import load_dataset
 from oneround.errors import OneroundError, ProtocolError, RecipeError
 from oneround.federate.carrying import COUNTED, STANDING, TRAIN, blob_of, parcel, words_of
 from oneround.federate.reception import Desk, Verdict
+from oneround.folder import RunFolder
 from oneround.reading import load
 from oneround.recipe import Recipe
-from oneround.runs import RunFolder
 
 app = ServerApp()
 log = logging.getLogger("oneround")

@@ -67,6 +67,6 @@ def site_of(node_config: Mapping[str, Any]) -> SiteFile:
         raise DataError(
             "this node does not know its site; give it --node-config 'site=\"/path/to/site.yaml\"'"
         ) from None
-    from oneround.runs import client_name  # brings PyTorch along, which a node with a file need not wait for
+    from oneround.folder import client_name  # brings PyTorch along, which a node with a file need not wait for
 
     return SiteFile(name=client_name(share, count), share=share)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from oneround.errors import ProtocolError, RunError
+from oneround.folder import RunFolder
 from oneround.observe.log import Event
 from oneround.observe.sound import is_number
 from oneround.protocol import blob
 from oneround.recipe import Recipe
-from oneround.runs import RunFolder
 
 Trace = dict[str, dict[int, float | None]]
 """Client → epoch → value."""
