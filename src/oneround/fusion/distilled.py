@@ -16,7 +16,7 @@ from torch import Tensor
 from oneround.data import Images
 from oneround.errors import RecipeError
 from oneround.fusion.rule import Rule, rules
-from oneround.learning.distillation import Answers, calibrated, distil, inversions, noise_images
+from oneround.learning.distillation import Answers, calibrated, distil, inversions, noise_images, with_mixes
 from oneround.models import Ensemble, Inference, Single
 from oneround.models.prototype import filled
 from oneround.parts import In, Part
@@ -39,6 +39,8 @@ class Distilled(Rule):
     """What the teacher answers on: the server's public images (their labels are not used), noise, or inversions of itself."""
     calibrate: bool = False
     """Put the teacher's answers right on labelled public images, every class alike, before it teaches."""
+    mixes: Annotated[int, Field(ge=0)] = 0
+    """So many mixes of two public images are shown as well; the teacher answers on them too."""
     made_up: Count = 2000
     """How many images to make up, where none are public."""
     epochs: Count = 50
@@ -99,7 +101,7 @@ class Distilled(Rule):
     def _images(self, answers: Answers, broadcast: Broadcast, server: Site) -> Images:
         seed = broadcast.recipe.seeds.training
         if self.images == "public":
-            return self._public(server)
+            return with_mixes(self._public(server), self.mixes, seed)
         if self.images == "noise":
             return noise_images(broadcast.shape, self.made_up, seed)
         return inversions(answers, broadcast.shape, broadcast.classes, self.made_up, seed, server.device)

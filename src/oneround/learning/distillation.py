@@ -144,5 +144,16 @@ def inversions(answers: Answers, shape: tuple[int, int, int], classes: int, coun
     return _as_images(found, wanted.cpu())
 
 
+def with_mixes(images: Images, count: int, seed: int) -> Images:
+    """The images and so many mixes of two of them: more for a teacher to answer on where there are few."""
+    random = generator(seed, "mixes of public images")
+    one, other = (torch.randint(len(images), (count,), generator=random) for _ in range(2))
+    share = torch.rand(count, 1, 1, 1, generator=random)
+    mixes = share * images.pixels[one].float() + (1 - share) * images.pixels[other].float()
+    return Images(
+        torch.cat([images.pixels, mixes.round().to(torch.uint8)]), torch.cat([images.labels, images.labels[one]])
+    )
+
+
 def _as_images(shown: Tensor, labels: Tensor) -> Images:
     return Images((shown * 255).round().to(torch.uint8), labels)
