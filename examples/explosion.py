@@ -204,7 +204,7 @@ def thresholds() -> list[float]:
     features = encoders.of(recipe.model.encoder).build(data.shape[0]).features
     at_first = instability_threshold(recipe, data.classes, features)
     return [
-        at_first * training.learning_rate / learning_rate(training, epoch / training.epochs)
+        at_first * training.learning_rate / learning_rate(training, epoch, training.epochs)
         for epoch in range(training.epochs)
     ]
 

@@ -49,7 +49,9 @@ def test_every_preset_trains_one_client_and_uploads_nothing_but_the_network(digi
     for name in presets():
         if not load(name).trains:
             continue
-        broadcast = sent(digits, name, 2)
+        own = {"fusion": load(name).plain()["fusion"]} if load(name).model.head == "linear" else {}
+        beside = {"companion__teacher__encoder": {"kind": "cnn", "width": 4}} if load(name).companion else {}
+        broadcast = sent(digits, name, 2, **own, **beside)
         upload = acts.train(broadcast, Site("site", few(digits, 3, 40)))
         assert upload.weights.keys() == broadcast.weights.keys(), name
         assert all(np.isfinite(series(upload, "loss"))), name

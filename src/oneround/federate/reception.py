@@ -176,8 +176,9 @@ class Desk:
 
     @property
     def wanted(self) -> list[str]:
-        """Who takes part in this round, where a recipe deals the data and so names the sites; otherwise whoever comes."""
-        return self.plan.participants(self.broadcast.round) if self.plan else []
+        """Who takes part in this round, where some are drawn (a recipe that deals the data names the sites); else whoever comes."""
+        drawn = self.plan is not None and self.recipe.participation.fraction < 1
+        return self.plan.participants(self.broadcast.round) if self.plan and drawn else []
 
     @property
     def sites(self) -> int:
