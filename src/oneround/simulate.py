@@ -174,8 +174,10 @@ def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit, sinks
             before = max((epoch for epoch in plan.stops if epoch < stop), default=0)
             epochs = range(before + 1, stop + 1)
             pour(record(place, uploads, epochs, scores, alone, held, made, seconds, clock.elapsed), sinks)
-        emit({"event": "snapshot", "epoch": stop, "accuracy": {name: score.accuracy for name, score in scores.items()}})
-        log.info("epoch %d: %s", stop, ", ".join(f"{name} {score.accuracy:.2%}" for name, score in scores.items()))
+        found = {name: score.accuracy for name, score in scores.items()}
+        when = f"round {broadcast.round} of {plan.recipe.rounds}" if plan.recipe.rounds > 1 else f"epoch {stop}"
+        emit({"event": "snapshot", "epoch": stop, "when": when, "accuracy": found})
+        log.info("%s: %s", when, ", ".join(f"{name} {accuracy:.2%}" for name, accuracy in found.items()))
         if ends and stop != plan.stops[-1]:
             with site.arithmetic(plan.traffic.parameters):
                 acts.advance(made[next(iter(rules))], broadcast).write(place.broadcast)

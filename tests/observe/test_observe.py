@@ -67,7 +67,7 @@ def test_progress_tells_size_pace_and_snapshots_where_no_bar_is_drawn() -> None:
         live.emit({"event": "steps", "client": "a", "epoch": 1, "done": 2, "of": 10})
         live.started -= 60
         live.emit({"event": "epoch", "client": "a", "epoch": 1, "steps": 10})
-        live.emit({"event": "snapshot", "epoch": 1, "accuracy": {"iffi": 0.5, "average": 0.75}})
+        live.emit({"event": "snapshot", "epoch": 1, "when": "epoch 1", "accuracy": {"iffi": 0.5, "average": 0.75}})
     text = console.export_text()
     assert "a run of 100 steps" in text
     assert "about 11 min left" in text

@@ -61,7 +61,7 @@ class Live:
             if self.every_snapshot or event["epoch"] == self.epochs:
                 best = sorted(event["accuracy"].items(), key=lambda item: -item[1])
                 shown = ", ".join(f"{name} {100 * value:.1f}" for name, value in best)
-                self.say(f"  {self._name(event)}epoch {event['epoch']}: {shown}")
+                self.say(f"  {self._name(event)}{event['when']}: {shown}")
             if self.current is not None:
                 total = self.bars.tasks[self.current].total or 0
                 done = max(self.bars.tasks[self.current].completed, total * event["epoch"] / self.epochs)
