@@ -47,6 +47,9 @@ def test_two_sites_share_what_no_other_pair_and_no_other_recipe_does(tmp_path: P
             assert one == other or shared[one][other] == shared[other][one]
     every = {secret for each in shared.values() for secret in each.values()}
     assert len(every) == 3 and not every & set(pairing.secrets_of(sites[NAMES[0]], roster, "another").values())
+    (tmp_path / NAMES[1] / "masks.key").unlink()
+    renewed = {**roster, NAMES[1]: pairing.public_key(sites[NAMES[1]])}
+    assert not every & set(pairing.secrets_of(sites[NAMES[1]], renewed, "digest").values()), "it takes the private key"
 
 
 def test_a_server_takes_only_good_keys_of_those_who_take_part(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,12 @@ def test_numbers_of_another_kind_are_refused(carried: Path) -> None:
     tensors["sums.cross"] = tensors["sums.cross"].double()
     with pytest.raises(ProtocolError, match=r"sums.cross is torch.float64 \(96, 10\), expected torch.int64"):
         Upload.unpack(blob.pack("upload", tensors, {**manifest, "sha256": blob.checksum(tensors)}), broadcast, {})
+
+
+def test_masks_for_one_list_of_keys_serve_no_other(carried: Path) -> None:
+    broadcast = Broadcast.read(carried / "run" / "broadcast.safetensors")
+    assert Broadcast.unpack(broadcast.pack()).context == broadcast.context
+    assert replace(broadcast, roster={**broadcast.roster, NAMES[2]: "00" * 32}).context != broadcast.context
 
 
 def test_a_name_that_stands_twice_is_refused(carried: Path) -> None:
