@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
@@ -46,7 +47,7 @@ PLAIN = load(
         "local.workers": 1,
     }.items(),
 )  # fmt: skip
-SECURE = change(PLAIN, {"sums.secure": True, "reveal.class_counts": False})
+SECURE = change(PLAIN, {"sums.secure": True, "reveal.class_counts": False, "deadline": 60.0})  # rather than for ever
 
 
 def site_files(folder: Path) -> dict[int, dict[str, Any]]:
@@ -149,6 +150,29 @@ def test_other_commands_cope_with_what_is_not_told(carried: Path) -> None:
     )
 
 
+def test_sites_with_images_of_their_own_mask_for_whoever_came(digits: Dataset, tmp_path: Path) -> None:
+    """Nobody knows their names before: those whose keys came are the ones, and a third that comes later rests."""
+    nodes = {}
+    for number, name in enumerate(("north", "south", "late")):
+        own = digits.train.take(torch.arange(number, len(digits.train), 2))
+        np.savez(tmp_path / f"{name}.npz", x=own.pixels.numpy(), y=own.labels.numpy(), class_names=digits.class_names)
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(f"name: {name}\ndata: {tmp_path / f'{name}.npz'}\nfolder: {tmp_path / name}\n")
+        nodes[number] = {"site": str(file)}
+    data = {"kind": "sites", "classes": list(digits.class_names), "size": 8, "grey": True}
+    (tmp_path / "server").mkdir()
+    given = {"data": data, "partition.clients": 2, "local.data_path": str(tmp_path / "server")}
+    serve(InProcess(nodes), change(SECURE, given), tmp_path / "run", NOW)
+    told = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (
+        sorted(told["uploads"])
+        == sorted(json.loads((tmp_path / "run" / "keys.json").read_text()))
+        == ["north", "south"]
+    )
+    right = predictions(tmp_path / "run", digits).argmax(1) == digits.test.labels
+    assert float(right.double().mean()) > 0.9
+
+
 # --- killed and started again ----------------------------------------------------------------------------------------
 
 
@@ -208,7 +232,6 @@ def test_a_server_killed_before_the_uploads_goes_on_with_the_same_keys(
 ) -> None:
     """First in the middle of the keys, then between keys and uploads."""
     nodes, place = site_files(tmp_path / "sites"), tmp_path / "run"
-    recipe = change(SECURE, {"deadline": 60.0})
 
     def stop(kind: str, nodes: dict[int, dict[str, Any]]) -> InProcess:
         """Time is over when the server has asked the last site, which does not answer this."""
@@ -222,16 +245,17 @@ def test_a_server_killed_before_the_uploads_goes_on_with_the_same_keys(
         return grid
 
     with pytest.raises(RunError, match=r"2 of 3 keys when the deadline of 60 s passed; they are kept"):
-        serve(stop(KEY, nodes), recipe, place, NOW)
+        serve(stop(KEY, nodes), SECURE, place, NOW)
     two = json.loads((place / "keys.json").read_text())
     assert sorted(two) == NAMES[:2] and not (place / "uploads").exists()
     with pytest.raises(RunError, match=r"2 of 3 uploads when the deadline"):
-        serve(stop(TRAIN, nodes), recipe, place, NOW)
+        serve(stop(TRAIN, nodes), SECURE, place, NOW)
     sent = (place / "broadcast.safetensors").read_bytes()
     assert two.items() < Broadcast.unpack(sent).roster.items()
     monkeypatch.undo()
+    (place / "keys.json").unlink()  # what was sent is what counts now
     grid = InProcess(nodes)
-    serve(grid, recipe, place, NOW)
+    serve(grid, SECURE, place, NOW)
     assert not told(grid, KEY) and (place / "broadcast.safetensors").read_bytes() == sent
     assert float((predictions(place, digits) - predictions(plain, digits)).abs().max()) < 1e-5
 
@@ -302,7 +326,7 @@ def test_a_site_without_a_folder_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     nodes: dict[int, dict[str, Any]] = {10 + k: {"partition-id": k, "num-partitions": 3} for k in range(3)}
     monkeypatch.setattr(Desk, "waited", property(lambda desk: 1e9 if "no folder" in log_of(desk.place.path) else 0.0))
     with pytest.raises(RunError, match="0 of 3 keys"):
-        serve(InProcess(nodes), change(SECURE, {"deadline": 60.0}), tmp_path / "run", NOW)
+        serve(InProcess(nodes), SECURE, tmp_path / "run", NOW)
     assert "client_000: sums.secure: this site has no folder to keep its key in; name one" in log_of(tmp_path / "run")
 
 
