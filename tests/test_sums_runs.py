@@ -143,6 +143,11 @@ def test_what_is_revealed_is_said() -> None:
     assert "second moments" in told and "class counts" in told and "the server sees only their total" in told
     assert method.traffic.up == 4 * 6400 * 6401 // 2 + 6400 * (4 * 10 + 8) + 4 * 10
     assert not any("second moments" in line for line in describe("fafi", "resnet18", 10, 5000).lines())
+    masked = describe("ridge", "resnet18", 10, 5000, [("sums.secure", True), ("reveal.class_counts", False)])
+    assert masked.reveals == ["that it took part; its sums and class counts only within the total over all clients"]
+    assert any("exchange of public keys before the broadcast" in need for need in masked.needs)
+    assert masked.traffic.up == 8 * (6400 * 6401 // 2 + 6400 * 11 + 10 + 8)
+    assert "not offered beside networks" in "\n".join(describe("routed", "resnet18", 10, 5000).lines())
 
 
 @pytest.mark.parametrize(
@@ -179,9 +184,13 @@ def test_sums_are_kept_between_snapshots(digits: Dataset, tmp_path: Path, monkey
         acts.train(broadcast, site)
 
 
-def test_the_whole_study_has_the_pooled_ridge_as_its_bound(digits: Dataset, tmp_path: Path) -> None:
-    from oneround.study import study
+@pytest.mark.parametrize("more", [[], [("sums.secure", True), ("reveal.class_counts", False)]], ids=["plain", "masked"])
+def test_the_whole_study_has_the_pooled_ridge_as_its_bound(
+    digits: Dataset, tmp_path: Path, more: list[tuple[str, object]]
+) -> None:
+    from oneround.study import accuracies, study
 
-    found = study(load("ridge", SMALL), tmp_path, [1, 2])
+    found = study(load("ridge", [*SMALL, *more]), tmp_path, [1, 2])
     assert found.centralised == found.results[0].rules["ridge"] == found.results[1].rules["ridge"]
     assert np.isfinite(found.centralised)
+    assert ("mean client alone" in accuracies(found.record())) == (not more)

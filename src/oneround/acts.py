@@ -167,6 +167,12 @@ def _sum_only(broadcast: Broadcast, site: Site, emit: Emit) -> Upload:
         found = summing.of_site(broadcast, site, told)
     seen = {"epoch": 1, "steps": steps, "classes_seen": int((counts > 0).sum()), "seconds": time.monotonic() - started}
     emit({"event": "epoch", "client": site.name, **seen})
+    if broadcast.recipe.secure:
+        hidden, roster = told_history([seen], broadcast.recipe.reveal), tuple(sorted(broadcast.roster))
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return Upload(
+            site.name, broadcast.digest, 1, nothing, {}, sums=found, history=hidden, roster=roster, context=broadcast.context
+        )  # fmt: skip
     return Upload(site.name, broadcast.digest, 1, counts, {}, sums=found, history=[seen])
 
 

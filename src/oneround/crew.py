@@ -31,6 +31,7 @@ from oneround.parts import load_plugin
 from oneround.protocol import Broadcast
 from oneround.recipe import Local
 from oneround.site import Site, choose_device, threads_per_client
+from oneround.sums.masks import simulated
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,9 @@ def _train(job: Job, data: Images, emit: Emit) -> str:
     for module in job.local.plugins:
         load_plugin(module)
     held = None if job.held is None or len(job.held) == 0 else data.take(job.held)
-    site = Site(job.client, data.take(job.samples), job.state, job.local, job.told, job.deadline, held)
     broadcast = _broadcast(job.broadcast, job.broadcast.stat().st_mtime_ns)
+    secrets = simulated(job.client, broadcast.roster, broadcast.recipe.seeds.training)
+    site = Site(job.client, data.take(job.samples), job.state, job.local, job.told, job.deadline, held, secrets)
     final = job.until == broadcast.last_epoch
     train(broadcast, site, job.until, emit).write(job.upload, flush=final)  # a lost snapshot is trained again
     return job.client

@@ -15,7 +15,9 @@ from oneround.reading import change, load, presets
 from oneround.recipe import Recipe
 from oneround.sections import Noise
 
-SECURE = "secure aggregation hides each client's sums: the server sees only their total over all clients, which is all it needs"
+HIDES = "masks hide each client's sums and class counts: the server sees only their total over all clients, which is all it needs"
+TOLD = "that it took part; its sums and class counts only within the total over all clients"
+KEYS = "an exchange of public keys before the broadcast (32 bytes a site), and every site's upload: masks cancel only in the sum of all"
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,14 @@ class Method:
             needs.append("public images")
         if self.recipe.alignment and schedules.of(self.recipe.alignment.schedule).needs_others:
             needs.append("the other clients every epoch (simulation only)")
-        return needs
+        return needs + ([KEYS] if self.recipe.secure else [])
 
     @property
     def reveals(self) -> list[str]:
         """What a site's upload tells of its data."""
         counts = self.recipe.reveal.class_counts
+        if self.recipe.secure:
+            return [TOLD]
         told = ["what its network learned"] if self.recipe.trains else []
         if isinstance(counts, Noise):
             told.append(f"class counts with Laplace noise (ε = {counts.epsilon:g}), the loss of every epoch")
@@ -91,19 +95,23 @@ class Method:
             f"{self.name}{f' ({self.alias})' if self.alias else ''}: {self.idea}",
             "",
             *([f"  {self.about['formula']}", ""] if "formula" in self.about else []),
-            f"  network: {self.down} down ({self._sent()}), {self.up} up ({self._returned()}; {self.recipe.upload.encoding}), {self._often()}",
+            f"  network: {self.down} down ({self._sent()}), {self.up} up ({self._returned()}; {'whole numbers of 64 bits' if self.recipe.secure else self.recipe.upload.encoding}), {self._often()}",
             f"  a site reveals: {'; '.join(self.reveals)}",
-            *(
-                [f"  {SECURE}" + ("; networks and class counts stay visible" if self.recipe.trains else "")]
-                if self.recipe.sums
-                else []
-            ),
+            *([f"  {self._masks()}"] if self.recipe.sums else []),
             f"  also needs: {', '.join(self.needs) or 'nothing'}",
             f"  run it: oneround run {self.alias or self.name} --data cifar10 --clients 5 --alpha 0.05",
             "",
             f"  what it is made of{f', on top of {base}' if base else ''}:",
             *(f"    {line}" for line in yaml.safe_dump(differs, sort_keys=False, allow_unicode=True).splitlines()),
         ]
+
+    def _masks(self) -> str:
+        """What secure aggregation hides of the sums, or why it could not hide them."""
+        if self.recipe.trains:
+            return "secure aggregation of the sums is not offered beside networks, which tell what masks would hide"
+        if self.recipe.secure:
+            return f"{HIDES}; not from a server that swaps keys, nor from all other clients together (docs/ridge.md)"
+        return f"with --set sums.secure=true --set reveal.class_counts=false {HIDES}"
 
     def _often(self) -> str:
         return f"in each of {self.recipe.rounds} rounds" if self.recipe.rounds > 1 else "once"
@@ -121,8 +129,9 @@ class Method:
     def _returned(self) -> str:
         there = {
             "network": self.recipe.trains,
-            "sums of fixed features": self.recipe.sums,
-            "class counts": True,
+            "sums of fixed features": self.recipe.sums and not self.recipe.secure,
+            "masked sums of fixed features and class counts": self.recipe.secure,
+            "class counts": not self.recipe.secure,
             "statistics of the fusion rules": self.recipe.trains
             and any(rule.reveals for rule in acts.rules_of(self.recipe)),
         }

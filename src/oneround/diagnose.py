@@ -99,7 +99,7 @@ def _read(place: RunFolder, recipe: Recipe, remarks: list[str]) -> Run:
             _file({**entry, "event": "epoch", "client": client}, measured, curves, alone, held_back)
         if manifest.get("stopped"):
             stopped[client] = (int(manifest["epoch"]), str(manifest["stopped"]))
-        if "class_counts" in manifest:
+        if manifest.get("class_counts"):  # under masks they are not told
             held[client] = manifest["class_counts"]
     setting = _setting(place, remarks)
     entries = {client: [seen[epoch] for epoch in sorted(seen)] for client, seen in sorted(measured.items())}

@@ -78,7 +78,7 @@ class Scores(NamedTuple):
 
     rules: dict[str, Score]
     alone: dict[str, Score]
-    """Every client's network for itself."""
+    """Every client's network, or its sums, for itself; nobody's where sums are under masks."""
     held: dict[str, Score]
     """Of the rules on images held back to choose by; empty where there are none."""
 
@@ -116,7 +116,7 @@ def score_uploads(
             ]
             del expert
             alone[upload.client] = Score.of(answers, test.labels, broadcast.classes)
-        else:
+        elif not broadcast.recipe.secure:  # under masks nobody's sums say anything alone
             own = GlobalModel.of(ridge.alone(upload, broadcast, device), ridge.Ridge(), broadcast)
             alone[upload.client] = score_model(own, test, device)
         del upload  # before the next one is read

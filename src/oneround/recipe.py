@@ -105,6 +105,8 @@ class Federated(Strict):
     def _parts_fit(self) -> Federated:
         if self.objective.empty:
             self._check_without_network()
+        if self.secure:
+            self._check_secure()
         for part in self.fusion:
             if getattr(part, "needs_sums", False) and self.sums is None:
                 raise ValueError(f"fusion: {part.kind} needs sums of fixed features; add sums: {{}}")
@@ -142,9 +144,27 @@ class Federated(Strict):
             raise ValueError(
                 "queue: no term uses it; add supervised-contrastive or bank-contrastive to objective.terms"
             )
-        if self.reveal.class_counts is not True:
+        if self.reveal.class_counts is not True and not self.secure:
             self._check_hidden()
         return self
+
+    def _check_secure(self) -> None:
+        """What masked sums rule out: all that tells what masks hide, and all that does without one of the clients."""
+        clients = getattr(self.partition, "clients", 0)
+        if self.trains:
+            raise ValueError(
+                "sums.secure: networks tell what masks hide; train none (extends: ridge), or leave secure out"
+            )
+        if self.reveal.class_counts is not False:
+            raise ValueError("sums.secure: class counts are under the masks too; set reveal.class_counts: false")
+        if self.rounds > 1:
+            raise ValueError(f"rounds = {self.rounds}: sums.secure is for one round; set rounds: 1")
+        if clients < 2:
+            raise ValueError(f"partition.clients = {clients}: sums.secure needs at least two, to mask for each other")
+        if self.quorum is not None and self.quorum < clients:
+            raise ValueError(
+                f"quorum = {self.quorum}: with sums.secure masks cancel only in the sum of all {clients} clients; leave quorum out"
+            )
 
     def _check_hidden(self) -> None:
         """What hidden class counts rule out: rules that tell them all the same, and rules that need them."""
@@ -218,6 +238,11 @@ class Federated(Strict):
     def trains(self) -> bool:
         """Whether clients train a network; otherwise sums are all they send."""
         return not self.objective.empty
+
+    @property
+    def secure(self) -> bool:
+        """Whether sums travel under masks."""
+        return self.sums is not None and self.sums.secure
 
     @property
     def clients_hold_back(self) -> bool:

@@ -54,6 +54,11 @@ class Plan:
                 f"partition = {settled.partition.label}, seed {settled.seeds.partition}: every client is left with no "
                 "samples, nobody could train; choose another partition.kind, alpha or seed"
             )
+        if settled.secure and sum(size > 0 for size in split.sizes) < 2:
+            raise RecipeError(
+                f"sums.secure: only one client of {settled.partition.label}, seed {settled.seeds.partition}, has samples, and masks need two; "
+                "choose another partition.kind, alpha or seed"
+            )
         traffic = acts.traffic(settled, data.classes, data.shape, len(split.public))
         return Plan(settled, mislabelled(settled, data, split), split, traffic)
 
@@ -65,6 +70,11 @@ class Plan:
     def prepare(self, emit: Emit = silent) -> Broadcast:
         """The first act, on this machine: the server holds the public images."""
         return acts.prepare(self.recipe, self.data.class_names, self.data.shape, self.server(), emit)
+
+    def simulated(self, emit: Emit = silent) -> Broadcast:
+        """The same for a simulation, where nobody has keys to agree on."""
+        broadcast = self.prepare(emit)
+        return replace(broadcast, roster=dict.fromkeys(self.clients, "")) if self.recipe.secure else broadcast
 
     def server(self, folder: Path | None = None) -> Site:
         """The server on this machine: it holds the public images, and those to choose by."""
@@ -113,9 +123,13 @@ class Plan:
             return [epochs * number for number in range(1, self.recipe.rounds + 1)]
         return sorted({*(range(every, epochs, every) if every else ()), epochs})
 
-    def remarks(self) -> list[str]:
+    def remarks(self, simulated: bool = True) -> list[str]:
         """What a reader of the result has to know."""
         told = self.split.remarks()
+        if self.recipe.secure and simulated:
+            told.append(
+                "masks are made from the seed: a simulation has no secrets, only a real federation hides anything"
+            )
         if self.recipe.clients_hold_back and len(self.stops) > 1:
             told.append(
                 f"{len(self.split.validation):,} images held back by the clients choose the snapshot: in a real federation the "

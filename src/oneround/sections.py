@@ -257,6 +257,16 @@ class Sums(Strict):
     rank: Count | None = None
     """Send only so many leading directions of the second moments and the rest as a diagonal; left out: all, exactly."""
 
+    secure: bool = False
+    """Send the sums under pairwise masks that cancel in their total, which is all the server then sees; all clients must arrive."""
+
+    @model_validator(mode="after")
+    def _masked_are_whole(self) -> Sums:
+        if self.secure and (self.precision != "fp32" or self.rank is not None):
+            short = f"precision = {self.precision}" if self.precision != "fp32" else f"rank = {self.rank}"
+            raise ValueError(f"{short}: sums under masks are whole numbers of 64 bits; leave it out, or secure")
+        return self
+
     @model_validator(mode="after")
     def _directions_are_floats(self) -> Sums:
         if self.rank is not None and self.precision == "int16":

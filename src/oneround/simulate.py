@@ -107,7 +107,7 @@ def _begin(place: RunFolder, plan: Plan, emit: Emit) -> None:
     place.write_json("partition.json", plan.partition())
     title = f"{plan.data.name}, {rule.label}, seed {seed}"
     pictures.draw_partition(plan.split, plan.data.class_names, place.path / "partition.png", title)
-    plan.prepare(emit).write(place.broadcast)
+    plan.simulated(emit).write(place.broadcast)
     blob.write_durably(place.recipe, plan.recipe.to_yaml().encode())
     for remark in plan.remarks():
         log.warning(remark)
@@ -125,7 +125,7 @@ def _mend_broadcast(place: RunFolder, plan: Plan, emit: Emit) -> None:
         raise RunError(
             f"{place.broadcast}: damaged, and what rounds before had learned is in it; begin anew with another --out"
         )
-    raw = plan.prepare(emit).pack()
+    raw = plan.simulated(emit).pack()
     manifest, _ = blob.unpack(raw, "broadcast", "broadcast")
     try:
         promised = blob.peek(place.broadcast, "broadcast").get("sha256")

@@ -33,6 +33,8 @@ class Site:
     """When to stop between two epochs (`time.time()`), to go on later."""
     validation: Images | None = None
     """Images to choose by, never trained on: the server's, or held back by the clients of a simulation."""
+    secrets: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """What it shares with each other site, to mask its sums with."""
 
     @property
     def device(self) -> torch.device:

@@ -12,6 +12,7 @@ WORDS = "words"
 TRAIN = "train"
 COUNTED = "query.counted"
 STANDING = "query.standing"
+KEY = "query.key"
 
 
 def parcel(words: dict[str, str], blob: bytes = b"") -> RecordDict:

@@ -21,6 +21,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from oneround.errors import DataError, OneroundError, ProtocolError
+from oneround.federate import pairing
 from oneround.federate.carrying import blob_of, parcel, words_of
 from oneround.federate.sites import SiteFile, site_of
 
@@ -48,8 +49,23 @@ def train(message: Message, context: Context) -> Message:
                 return Message(parcel({"name": site.name, "held": "yes"}), reply_to=message)
             return Message(parcel({"name": site.name}, _upload(blob_of(message), site)), reply_to=message)
         except OneroundError as error:
-            log.error("%s", error)
-            return Message(parcel({"name": site.name, "refused": f"{site.name}: {error}"}), reply_to=message)
+            return _refusal(message, site, error)
+
+
+def _refusal(message: Message, site: SiteFile, error: OneroundError) -> Message:
+    log.error("%s", error)
+    return Message(parcel({"name": site.name, "refused": f"{site.name}: {error}"}), reply_to=message)
+
+
+@app.query("key")
+def key(message: Message, context: Context) -> Message:
+    """This site's public key, for the others to mask with."""
+    site = site_of(context.node_config)
+    with _logging(site):
+        try:
+            return Message(parcel({"name": site.name, "key": pairing.public_key(site)}), reply_to=message)
+        except OneroundError as error:
+            return _refusal(message, site, error)
 
 
 @app.query("standing")
@@ -83,6 +99,7 @@ def _upload(raw: bytes, site: SiteFile) -> bytes:
     for module in site.local.plugins:
         load_plugin(module)
     broadcast = Broadcast.unpack(raw)
+    secrets = pairing.secrets_of(site, broadcast.roster, broadcast.digest) if broadcast.recipe.secure else {}
     place = site.folder / hashlib.sha256(raw).hexdigest()[:16] if site.folder else None
     kept = place / "upload.safetensors" if place else None
     if kept and kept.is_file():
@@ -99,7 +116,8 @@ def _upload(raw: bytes, site: SiteFile) -> bytes:
     recipe, number = broadcast.recipe, broadcast.round
     told = f", round {number} of {recipe.rounds}" if recipe.rounds > 1 else ""
     log.info("%s of %s%s: %d images, %d epochs", site.name, recipe.method, told, len(images), recipe.training.epochs)
-    upload = train_site(broadcast, Site(site.name, images, place, site.local, validation=held), emit=_tell)
+    here = Site(site.name, images, place, site.local, validation=held, secrets=secrets)
+    upload = train_site(broadcast, here, emit=_tell)
     sent = upload.pack()
     if kept:
         blob.write_durably(kept, sent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import socket
 import ssl
@@ -88,7 +89,7 @@ class KeyFolder:
     def _make_pair(self, site: str) -> list[Path]:
         """In the form of ssh-keygen, which Flower reads."""
         key = ec.generate_private_key(ec.SECP384R1())
-        _write_secret(self.private(site), key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+        write_secret(self.private(site), key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
         self.public(site).write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
         return [self.private(site), self.public(site)]
 
@@ -96,7 +97,7 @@ class KeyFolder:
     def _write_certificate(
         made: x509.Certificate, path: Path, key: ec.EllipticCurvePrivateKey, key_path: Path
     ) -> list[Path]:
-        _write_secret(key_path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        write_secret(key_path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
         path.write_bytes(made.public_bytes(Encoding.PEM))
         return [path, key_path]
 
@@ -180,7 +181,12 @@ def _builder(
     )
 
 
-def _write_secret(path: Path, raw: bytes) -> None:
-    """Readable by its owner only, from the first byte on."""
-    path.touch(mode=0o600)
-    path.write_bytes(raw)
+def write_secret(path: Path, raw: bytes) -> None:
+    """All or nothing, readable by its owner only from the first byte on."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

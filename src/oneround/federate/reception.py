@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from oneround import acts
 from oneround.closing import Facts, finish, record
 from oneround.data import Dataset, datasets, partitions
 from oneround.errors import ProtocolError, RecipeError, RunError
 from oneround.evaluate import Score, score_uploads
-from oneround.federate.sites import NAME
+from oneround.federate.roster import Roster
+from oneround.federate.sites import check_name
 from oneround.folder import RunFolder
 from oneround.learning.schedules import schedules
 from oneround.observe.environment import environment
@@ -59,6 +58,17 @@ class Desk:
         self._begin_round(self._open())
         self.late = place.result.exists()
         """Whether the model is made already: what comes now is kept for `oneround fuse`."""
+
+    def roster(self) -> Roster | None:
+        """Who still has to agree on keys before anything is sent; None where nobody has to, or all have."""
+        if not self.recipe.secure or self.broadcast.roster:
+            return None
+        return Roster(self.place, self.wanted, self.sites)
+
+    def agree(self, roster: Roster) -> None:
+        """From now on the broadcast has all keys; a deadline begins anew, for uploads."""
+        replace(self.broadcast, roster=roster.whole(self.recipe.deadline)).write(self.place.broadcast)
+        self._begin_round(Broadcast.read(self.place.broadcast))
 
     def _begin_round(self, broadcast: Broadcast) -> None:
         self.started = time.monotonic()
@@ -110,7 +120,7 @@ class Desk:
                 held[path.stem] = Upload.read(path, self.broadcast, self.statistics).content
             except ProtocolError as error:
                 log.warning("%s; moved to quarantine, it is asked for again", error)
-                path.rename(self._quarantine(path.stem))
+                path.rename(self.place.quarantine(path.stem))
         if held:
             log.info("%d uploads are here already: %s", len(held), ", ".join(held))
         return held
@@ -122,7 +132,7 @@ class Desk:
         try:
             upload = Upload.unpack(raw, self.broadcast, self.statistics, sender)
             check_norms(upload, self.broadcast, sender)
-            self._check_name(upload.client, name, sender)
+            check_name(upload.client, name, sender)
             if upload.epoch != self.broadcast.last_epoch and not upload.stopped:
                 raise ProtocolError(
                     f"{sender}: refused, trained to epoch {upload.epoch} of {self.broadcast.last_epoch}"
@@ -145,27 +155,11 @@ class Desk:
         size, of = size_in_words(len(raw)), f"{len(self.held)} of {self.expected}"
         return self._say(Verdict(client, True, f"{client}: upload of {size} {kept} ({of})"))
 
-    def _check_name(self, client: str, registered: str, sender: str) -> None:
-        if not re.match(NAME, client):
-            raise ProtocolError(f"{sender}: refused, {client[:80]!r} is no name for a site (letters, digits, _ . -)")
-        if registered and client != registered:
-            raise ProtocolError(f"{sender}: refused, it speaks for {client} but its key is registered for {registered}")
-
     def _refuse(self, raw: bytes, sender: str, reason: str) -> Verdict:
-        kept = self._quarantine(sender)
+        kept = self.place.quarantine(sender)
         blob.write_durably(kept, raw)
         log.warning("%s (kept in %s)", reason, kept.relative_to(self.place.path))
         return Verdict(sender, False, reason)
-
-    def _quarantine(self, sender: str) -> Path:
-        """A place for a bad upload that nothing reads; a few per sender, the oldest goes first."""
-        folder = self.place.path / "quarantine"
-        folder.mkdir(exist_ok=True)
-        word = re.sub(r"[^A-Za-z0-9_.-]", "_", sender)[:80] or "unknown"
-        there = sorted(folder.glob(f"{word}.*.bin"), key=lambda path: path.stat().st_mtime_ns)
-        if len(there) >= 3:
-            there[0].unlink()
-        return folder / f"{word}.{time.time_ns()}.bin"
 
     @staticmethod
     def _say(verdict: Verdict) -> Verdict:
@@ -176,8 +170,10 @@ class Desk:
 
     @property
     def wanted(self) -> list[str]:
-        """Who takes part in this round, where some are drawn (a recipe that deals the data names the sites); else whoever comes."""
-        drawn = self.plan is not None and self.recipe.participation.fraction < 1
+        """Who takes part in this round: who masks together, or those drawn where some are; otherwise whoever comes."""
+        if self.broadcast.roster:
+            return sorted(self.broadcast.roster)
+        drawn = self.recipe.participation.fraction < 1  # only where a recipe deals the data and so names the sites
         return self.plan.participants(self.broadcast.round) if self.plan and drawn else []
 
     @property
@@ -202,12 +198,21 @@ class Desk:
     def waited(self) -> float:
         return time.monotonic() - self.started
 
+    @property
+    def overdue(self) -> bool:
+        """Whether the recipe's deadline has passed."""
+        return self.recipe.deadline is not None and self.waited >= self.recipe.deadline
+
+    def takes_part(self, name: str) -> bool:
+        """Whether a site may be one of those who take part in this round; one without a name may."""
+        return not self.wanted or not name or name in self.wanted
+
     def done(self) -> bool:
         """Whether to stop waiting: all are here; or the deadline has passed; or, without one, the quorum is here."""
         deadline, here = self.recipe.deadline, len(self.held)
         if here >= self.expected or (deadline is None and here >= self.quorum and not self.late):
             return True
-        return deadline is not None and self.waited >= deadline
+        return self.overdue
 
     def conclude(self) -> None:
         """Fuse what is here into the model and write the result."""
@@ -280,7 +285,7 @@ class Desk:
         return hashlib.sha256(repr(sorted(self.held.items())).encode()).hexdigest()
 
     def _remarks(self) -> list[str]:
-        told = self.plan.remarks() if self.plan else []
+        told = self.plan.remarks(simulated=False) if self.plan else []
         missing = self.expected - len(self.held)
         return told + ([f"{missing} of {self.expected} sites are missing: no upload in time"] if missing else [])
 

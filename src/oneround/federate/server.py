@@ -1,9 +1,6 @@
 """The ServerApp: one broadcast down to every site, one upload up, each checked and written the moment it arrives; for every round.
 
-It pushes and pulls messages itself. A reply is pulled alone, so that one upload at a time is in memory, and nothing waits for the
-slowest site. Flower hands an instruction out once: a site killed after taking it never answers. So a site that is silent for a
-while gets a short question behind its instruction; sites answer in order, and an answer to the question without an upload before
-it means that the instruction is lost, and it is pushed again.
+Where sums travel under masks a survey comes first: every site's public key, which the broadcast then has.
 """
 
 from __future__ import annotations
@@ -13,27 +10,24 @@ import json
 import logging
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from flwr.app import Context, Message
-from flwr.common.constant import ErrorCode
+from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from oneround.closing import logging_to
 from oneround.data import load_dataset
 from oneround.errors import OneroundError, ProtocolError, RecipeError
-from oneround.federate.carrying import COUNTED, STANDING, TRAIN, blob_of, parcel, words_of
+from oneround.federate.carrying import COUNTED, KEY, TRAIN, blob_of, parcel
+from oneround.federate.exchange import Exchange, Pace
 from oneround.federate.reception import Desk, Verdict
+from oneround.federate.roster import Roster
 from oneround.folder import RunFolder
 from oneround.reading import load
 from oneround.recipe import Recipe
 
 app = ServerApp()
 log = logging.getLogger("oneround")
-
-MONTH = 30 * 24 * 3600.0  # how long a message is valid; when to stop waiting is the recipe's to say
-TRIES = 3  # how often a site whose process dies is asked
 
 
 @app.main()
@@ -46,26 +40,20 @@ def main(grid: Grid, context: Context) -> None:
     serve(grid, load(str(told["recipe"])), Path(str(told["out"])), pace)
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How often the server looks, in seconds."""
-
-    poll: float = 0.5
-    patience: float = 30.0
-    """Silence after which a site is asked whether it still has its instruction."""
-    farewell: float = 20.0
-    """How long the end waits until sites have heard that they are counted."""
-
-
 def serve(grid: Grid, recipe: Recipe, folder: Path, pace: Pace) -> None:
-    """A whole federation from the server's side; started again it goes on with the uploads it has."""
+    """A whole federation from the server's side; started again it goes on with the keys and uploads it has."""
     place = RunFolder(folder)
     with place.locked(patience=30), logging_to(folder):  # the process of a killed server may take a while to end
         try:
             desk = Desk(recipe, load_dataset(recipe.data, recipe.local.data_path), place)
+            roster = desk.roster()
+            if roster is not None:
+                log.info("waiting for %d of %d keys", roster.expected - len(roster.keys), roster.expected)
+                Survey(grid, pace, desk, roster).run()
+                desk.agree(roster)
             while not place.result.exists() or desk.late:
                 log.info("waiting for %d of %d uploads", desk.expected - len(desk.held), desk.expected)
-                Collection(grid, desk, pace).run()
+                Collection(grid, pace, desk).run()
                 desk.conclude()
                 if desk.late:
                     break
@@ -74,107 +62,66 @@ def serve(grid: Grid, recipe: Recipe, folder: Path, pace: Pace) -> None:
             raise
 
 
-@dataclass
-class Asked:
-    """One site and where its answer stands."""
+class Survey(Exchange):
+    """Asks every site for its public key."""
 
-    message: str = ""
-    """Id of the instruction whose answer is awaited; none if it has answered."""
-    since: float = 0.0
-    question: str = ""
-    """Id of the question behind it."""
-    tries: int = 0
+    kind = KEY
+
+    def __init__(self, grid: Grid, pace: Pace, desk: Desk, roster: Roster) -> None:
+        super().__init__(grid, pace)
+        self.desk, self.roster = desk, roster
+
+    def done(self) -> bool:
+        return self.roster.complete or self.desk.overdue
+
+    def greet(self, node: int, name: str) -> None:
+        if name not in self.roster.keys and self.desk.takes_part(name):
+            self.ask(node)
+
+    def question(self) -> RecordDict:
+        return parcel({})
+
+    def take(self, node: int, words: dict[str, str], answer: Message) -> None:
+        try:
+            name, key = words.get("name", ""), words.get("key", "")
+            self.roster.take(name, key, self.sender(node), self.names.get(node, ""))
+        except ProtocolError as error:
+            log.warning("%s", error)
 
 
-@dataclass
-class Collection:
-    """The exchange of messages until the desk has what it wants."""
+class Collection(Exchange):
+    """Sends every site the broadcast and takes its upload."""
 
-    grid: Grid
-    desk: Desk
-    pace: Pace
-    sites: dict[int, Asked] = field(default_factory=dict)
-    names: dict[int, str] = field(default_factory=dict)
-    """Node → whom its key is registered for."""
-    farewells: set[str] = field(default_factory=set)
+    kind = TRAIN
+
+    def __init__(self, grid: Grid, pace: Pace, desk: Desk) -> None:
+        super().__init__(grid, pace)
+        self.desk = desk
+        self.key = hashlib.sha256(desk.sent).hexdigest()
+        self.farewells: set[str] = set()
+
+    def done(self) -> bool:
+        return self.desk.done()
 
     def run(self) -> None:
-        self.key = hashlib.sha256(self.desk.sent).hexdigest()
-        while not self.desk.done():
-            self._welcome()
-            for node, site in list(self.sites.items()):
-                try:
-                    self._listen(node, site)
-                except OneroundError:
-                    raise
-                except Exception as error:  # whatever one site's messages do to Flower, the others are served
-                    self._lost(node, site, f"could not be heard ({_short(error)})")
-            self._pull_farewells()
-            time.sleep(self.pace.poll)
+        super().run()
         until = time.monotonic() + (self.pace.farewell if self.desk.last_round else 0.0)
         while self.farewells and time.monotonic() < until:
-            self._pull_farewells()
+            self.meanwhile()
             time.sleep(self.pace.poll)
 
-    def _welcome(self) -> None:
-        """Ask every site that is here and was not asked yet, or was away and is back."""
-        for info in self.grid.get_nodes():
-            node = info.node_id
-            self.names[node] = info.name
-            if node not in self.sites and (not self.desk.wanted or not info.name or info.name in self.desk.wanted):
-                self.sites[node] = Asked()
-                if info.name in self.desk.held:
-                    self._say_counted(node, Verdict(info.name, True, f"{info.name}: counted already"))
-                else:
-                    self._ask(node)
+    def greet(self, node: int, name: str) -> None:
+        if name in self.desk.held:
+            self._say_counted(node, Verdict(name, True, f"{name}: counted already"))
+        elif self.desk.takes_part(name):
+            self.ask(node)
 
-    def _ask(self, node: int) -> None:
+    def question(self) -> RecordDict:
         words = {"held": json.dumps(self.desk.held), "wanted": json.dumps(self.desk.wanted)}
-        content = parcel(words, self.desk.sent)
-        site = self.sites[node]
-        site.message, site.question, site.since, site.tries = "", "", time.monotonic(), site.tries + 1
-        try:
-            site.message = self._push(node, TRAIN, content)
-        except Exception as error:  # a site that confirms before it has everything makes Flower fail
-            self._lost(node, site, f"could not be asked ({_short(error)})")
+        return parcel(words, self.desk.sent)
 
-    def _push(self, node: int, kind: str, content: object) -> str:
-        (sent,) = self.grid.push_messages([Message(content, node, kind, ttl=MONTH)])  # type: ignore[call-overload]
-        return str(sent or "")
-
-    def _pull(self, message: str) -> Message | None:
-        return next(iter(self.grid.pull_messages([message])), None) if message else None
-
-    def _listen(self, node: int, site: Asked) -> None:
-        """The site's answer, if it is there; the question behind it, if it is silent for long."""
-        answer = self._pull(site.message)
-        if answer is not None:
-            site.message = ""
-            self._hear(node, site, answer)
-            return
-        if not site.message or time.monotonic() - site.since < self.pace.patience:
-            return
-        if not site.question:
-            site.question = self._push(node, STANDING, parcel({}))
-            return
-        lost = self._pull(site.question)
-        if lost is not None:
-            site.question = ""
-            if lost.has_error():
-                self._lost(node, site, "is not reachable", gone=True)
-            else:
-                self._lost(node, site, "has lost its instruction")
-
-    def _hear(self, node: int, site: Asked, answer: Message) -> None:
-        if answer.has_error():
-            away = answer.error.code == ErrorCode.NODE_UNAVAILABLE
-            self._lost(node, site, "went away" if away else f"failed ({_short(answer.error.reason)})", gone=away)
-            return
-        words = words_of(answer)
-        if "refused" in words:
-            log.warning("%s", _short(words["refused"], 500))
-            return
-        sender = self.names.get(node) or f"node {node}"
+    def take(self, node: int, words: dict[str, str], answer: Message) -> None:
+        sender = self.sender(node)
         if "resting" in words:
             return
         if "held" in words:
@@ -188,33 +135,17 @@ class Collection:
             log.warning("%s", verdict.text)
         self._say_counted(node, verdict)
 
-    def _lost(self, node: int, site: Asked, why: str, gone: bool = False) -> None:
-        """Ask again: at once, or, if the site is gone, when it is back."""
-        who = self.names.get(node) or f"node {node}"
-        if gone:
-            log.warning("%s %s; it is asked again when it is back", who, why)
-            del self.sites[node]
-        elif site.tries < TRIES:
-            log.warning("%s %s; asked again", who, why)
-            self._ask(node)
-        else:
-            log.warning("%s %s; asked %d times, given up", who, why, site.tries)
-            site.message = ""
-
     def _say_counted(self, node: int, verdict: Verdict) -> None:
         if verdict.counted and not self.desk.last_round:
             return  # the next round's broadcast says as much
         words = {"broadcast": self.key, "counted": "yes" if verdict.counted else "no", "text": verdict.text}
         with suppress(Exception):  # that the site hears it is a courtesy
-            self.farewells.add(self._push(node, COUNTED, parcel(words)))
+            self.farewells.add(self.push(node, COUNTED, parcel(words)))
 
-    def _pull_farewells(self) -> None:
+    def meanwhile(self) -> None:
+        """Sites that have heard that they are counted say so."""
         for message in list(self.farewells):
             with suppress(Exception):
-                if self._pull(message) is None:
+                if self.pull(message) is None:
                     continue
             self.farewells.discard(message)
-
-
-def _short(said: object, most: int = 200) -> str:
-    return " ".join(str(said).split())[:most]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from oneround.errors import DataError, RecipeError
+from oneround.errors import DataError, ProtocolError, RecipeError
 from oneround.parts import Strict
 from oneround.reading import checked, read_yaml
 from oneround.recipe import Local
@@ -55,6 +56,14 @@ def read_site(path: Path) -> SiteFile:
         return checked(SiteFile, raw)
     except RecipeError as error:
         raise DataError(f"{path}: {error}") from None
+
+
+def check_name(name: str, registered: str, sender: str) -> None:
+    """Whoever speaks for a site has a name, and the one its key is registered for, if that is known."""
+    if not re.match(NAME, name):
+        raise ProtocolError(f"{sender}: refused, {name[:80]!r} is no name for a site (letters, digits, _ . -)")
+    if registered and name != registered:
+        raise ProtocolError(f"{sender}: refused, it speaks for {name} but its key is registered for {registered}")
 
 
 def site_of(node_config: Mapping[str, Any]) -> SiteFile:

@@ -3,8 +3,8 @@
     W = (ΣG_k + λI)⁻¹ ΣM_k on centred features, G_k = Σφφᵀ, M_k = Σφyᵀ
 
 With one-hot targets and residual variance σ² a score v_c says −‖v − e_c‖²/2σ² of class c, so v/σ² are its logits; σ² and λ come
-from the sums too (generalised cross-validation). It reveals second moments of the features and class counts, or, under secure
-aggregation, only their total over all clients.
+from the sums too (generalised cross-validation). It reveals second moments of the features and class counts, or, under masks
+(`sums.secure`), only their total over all clients.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from oneround.recipe import Federated
 from oneround.sections import Positive
 from oneround.site import Site
 from oneround.sums import Moments, Solution, constants_of, features_of, solve, unpacked
+from oneround.sums.masks import Masked, add_up
 from oneround.sums.moments import exact
 from oneround.sums.solve import START
 
@@ -106,6 +107,9 @@ def added(uploads: Sequence[Upload], broadcast: Broadcast, device: torch.device)
     """The clients' sums, added one after another: two of them in memory, however many there are."""
     size, classes = broadcast.sums["cross"][0]
     where = exact(device)
+    if broadcast.recipe.secure:
+        masked = (Masked(upload.client, upload.roster, upload.context, upload.sums) for upload in uploads)
+        return add_up(masked).to(where)
     total = Moments.zero(size, classes, where)
     for upload in uploads:
         total.include(unpacked(upload.sums, where))

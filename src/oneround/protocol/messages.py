@@ -16,6 +16,7 @@ from torch import Tensor
 from oneround.errors import ProtocolError
 from oneround.models.features import features
 from oneround.protocol import blob
+from oneround.protocol.claims import check_masks, counts_of
 from oneround.protocol.encoding import as_sent, decode, encode, layout_of
 from oneround.reading import parse_federated
 from oneround.recipe import Federated
@@ -40,6 +41,8 @@ class Broadcast:
     """What else the recipe's parts need at every site: `anchors`, `bank.features`, `bank.labels`, `features.*`."""
     round: int = 1
     """Which exchange it begins."""
+    roster: dict[str, str] = field(default_factory=dict)
+    """Where sums travel under masks: whose masks cancel together, each with its public key (none in a simulation)."""
 
     @property
     def first_epoch(self) -> int:
@@ -67,6 +70,11 @@ class Broadcast:
             return {}
         return expected(self.recipe, features.of(self.recipe.sums.features).size_for(self.shape), self.classes)
 
+    @cached_property
+    def context(self) -> str:
+        """SHA-256 of the whole message, for masks that are made for this one and no other."""
+        return hashlib.sha256(self.pack()).hexdigest()
+
     @property
     def size(self) -> int:
         """Bytes of its tensors."""
@@ -74,7 +82,7 @@ class Broadcast:
 
     def pack(self) -> bytes:
         said = {"class_names": list(self.class_names), "shape": list(self.shape), "round": self.round}
-        manifest = {"recipe": self.recipe.plain(), **said}
+        manifest = {"recipe": self.recipe.plain(), **said, "roster": sorted(self.roster.items())}
         return blob.pack("broadcast", _prefixed(weights=self.weights, extras=self.extras), manifest)
 
     @staticmethod
@@ -93,13 +101,15 @@ class Broadcast:
         try:
             channels, height, width = manifest["shape"]
             recipe, names = parse_federated(manifest["recipe"]), tuple(manifest["class_names"])
-            number = int(manifest["round"])
+            number, roster = int(manifest["round"]), [(str(name), str(key)) for name, key in manifest.get("roster", [])]
             if not 1 <= number <= recipe.rounds:
                 raise ValueError(f"round {number} of {recipe.rounds}")
+            if len(dict(roster)) != len(roster):
+                raise ValueError("a name stands twice in the roster")
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"{where}: refused, damaged manifest ({error!r})") from None
         parts = _parted(tensors, "weights", "extras")
-        return Broadcast(recipe, names, (channels, height, width), **parts, round=number)
+        return Broadcast(recipe, names, (channels, height, width), **parts, round=number, roster=dict(roster))
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,7 @@ class Upload:
     epoch: int
     """After how many local epochs of the whole training; less than the round's for a snapshot."""
     class_counts: Tensor
-    """(classes,) int64: samples the client holds of each class"""
+    """(classes,) int64: samples the client holds of each class; empty where they are under masks."""
     weights: dict[str, Tensor]
     """Empty where no network is trained."""
     statistics: dict[str, Tensor] = field(default_factory=dict)
@@ -123,6 +133,10 @@ class Upload:
     """Why training ended before its time, if it did."""
     encoding: str = "fp32"
     """How its tensors travel; here they are as decoded."""
+    roster: tuple[str, ...] = ()
+    """Where its sums are under masks: all whose masks cancel together, and"""
+    context: str = ""
+    """for which broadcast they are."""
 
     @property
     def samples(self) -> int:
@@ -158,6 +172,8 @@ class Upload:
             "history": self.history,
             "stopped": self.stopped,
         }
+        if self.roster:
+            manifest |= {"roster": list(self.roster), "context": self.context}
         return blob.pack("upload", self._tensors(), manifest)
 
     def write(self, path: Path, *, flush: bool = True) -> None:
@@ -191,31 +207,22 @@ class Upload:
                 f"{where}: refused, it answers another recipe ({str(manifest.get('recipe_digest'))[:12]}…, expected {broadcast.digest[:12]}…)"
             )
         tensors = _decoded(tensors, broadcast, statistics, where)
-        counts = manifest.get("class_counts")
-        if not (
-            isinstance(counts, list)
-            and len(counts) == broadcast.classes
-            and all(type(n) is int and 0 <= n < 2**53 for n in counts)
-            and sum(counts)
-        ):
-            raise ProtocolError(
-                f"{where}: refused, class_counts must be {broadcast.classes} counts, at least one above 0"
-            )
-        if "sums.counts" in tensors and tensors["sums.counts"].tolist() != [_copies(broadcast) * n for n in counts]:
-            raise ProtocolError(
-                f"{where}: refused, its sums are over other numbers of images than its class_counts say"
-            )
+        masked = broadcast.recipe.secure
+        counts = [] if masked else counts_of(manifest, tensors.get("sums.counts"), broadcast, where)
         epoch, client = manifest.get("epoch"), manifest.get("client")
         first, last = broadcast.first_epoch, broadcast.last_epoch
         if type(epoch) is not int or not first <= epoch <= last or not isinstance(client, str):
             raise ProtocolError(
                 f"{where}: refused, client {client!r} at epoch {epoch!r}; expected a name and {first} to {last}"
             )
+        if masked:
+            check_masks(manifest, client, broadcast, where)
         history = manifest.get("history")
         return Upload(
-            client, broadcast.digest, epoch, torch.tensor(counts), **_parted(tensors, "weights", "statistics", "sums"),
+            client, broadcast.digest, epoch, torch.tensor(counts, dtype=torch.int64), **_parted(tensors, "weights", "statistics", "sums"),
             history=history if isinstance(history, list) else [], stopped=str(manifest.get("stopped", "")),
             encoding=broadcast.recipe.upload.encoding,
+            roster=tuple(sorted(broadcast.roster)), context=broadcast.context if masked else "",
         )  # fmt: skip
 
 
@@ -264,11 +271,6 @@ def check_norms(upload: Upload, broadcast: Broadcast, where: str) -> None:
             raise ProtocolError(
                 f"{where}: refused, {name} has norm {norm:.3g}, more than {bound:.3g} (upload.largest_norm = {factor:g})"
             )
-
-
-def _copies(broadcast: Broadcast) -> int:
-    """How often sums count an image."""
-    return broadcast.recipe.sums.copies if broadcast.recipe.sums else 1
 
 
 def size_of(tensors: dict[str, Tensor]) -> int:

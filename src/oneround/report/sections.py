@@ -417,7 +417,7 @@ def traffic(record: Record) -> Html:
     """Bytes that crossed the network: one broadcast and one upload for each client."""
     if record.result is None or "bytes_down" not in record.result:
         return Html("")
-    down, up, count = record.result["bytes_down"], record.result["bytes_up"], max(len(record.result["clients"]), 1)
+    down, up, count = record.result["bytes_down"], record.result["bytes_up"], max(len(record.result["uploads"]), 1)
     bars = [Bar(name, value / 1e6, RULES, text=size_in_words(value)) for name, value in (("down", down), ("up", up))]
     rows = [
         [name, number(value), number(round(value / count)), size_in_words(value)]

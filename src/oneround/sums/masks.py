@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oneround.errors import ProtocolError
-from oneround.sums.moments import Moments, square_of, triangle_of
+from oneround.sums.moments import CHECK, CHECKED, Moments, square_of, triangle_of
 
 Numbers = NDArray[np.uint64]
 
 FRACTION = 24  # bits behind the point: exact to 3e-8, finer than the fp32 of an upload that is not masked
-CHECK = "check"
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,16 @@ class Masked:
 class Masker:
     """A client's secrets, and what it has masked with them."""
 
-    def __init__(self, client: str, secrets: Mapping[str, bytes]) -> None:
+    def __init__(self, client: str, secrets: Mapping[str, bytes], said: Mapping[str, str] | None = None) -> None:
+        """`said`: what it masked before, as another process remembered it."""
         short = next((peer for peer, secret in secrets.items() if len(secret) < 16), None)
         if client in secrets or not secrets or short is not None:
             raise ProtocolError(
                 f"{client}: masks need a secret of 16 bytes or more with every other client, at least one"
             )
         self.client, self.secrets = client, dict(secrets)
-        self._said: dict[str, str] = {}
+        self.said = dict(said or {})
+        """By context: SHA-256 of the sums that were masked for it."""
 
     def mask(self, sums: Moments, context: str) -> Masked:
         """Sums under masks; another message under the same context would use the masks again and is refused."""
@@ -64,9 +65,11 @@ class Masker:
         }
         plain = {name: _whole(value, len(self.secrets) + 1) for name, value in tensors.items()}
         said = hashlib.sha256(b"".join(plain[name].tobytes() for name in sorted(plain))).hexdigest()
-        if self._said.setdefault(context, said) != said:
-            raise ProtocolError(f"{self.client}: other sums were masked for '{context}' before; masks are used once")
-        plain[CHECK] = np.zeros(8, np.uint64)
+        if self.said.setdefault(context, said) != said:
+            raise ProtocolError(
+                f"{self.client}: other sums were masked for '{context}' before; masks are used once, agree on new secrets"
+            )
+        plain[CHECK] = np.zeros(CHECKED, np.uint64)
         numbers = {
             name: torch.from_numpy(self._under_masks(name, value, context).view(np.int64))
             for name, value in plain.items()
@@ -106,6 +109,15 @@ def add_up(uploads: Iterable[Masked]) -> Moments:
     plain = {name: torch.from_numpy(value.view(np.int64)).double() / 2**FRACTION for name, value in totals.items()}
     gram = square_of(plain["triangle"], len(plain["total"]))
     return Moments(gram, plain["cross"], plain["total"], plain["counts"])
+
+
+def simulated(client: str, clients: Iterable[str], seed: int) -> dict[str, bytes]:
+    """What a client of a simulation shares with each other one. Whoever knows the seed knows it: masks that hide nothing."""
+    return {
+        peer: hashlib.sha256(f"oneround simulation/{seed}/{'/'.join(sorted((client, peer)))}".encode()).digest()
+        for peer in clients
+        if peer != client
+    }
 
 
 def _whole(value: Tensor, clients: int) -> Numbers:

@@ -18,6 +18,8 @@ from oneround.sections import Sums
 Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 TYPES = {"fp32": torch.float32, "int16": torch.int16, "fp16": torch.float16, "bf16": torch.bfloat16}
 STEPS = 32767  # of an int16, from 0 to 1
+CHECK = "check"
+CHECKED = 8  # zeros that are masked along
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ class Moments:
         for mine, its in zip(self._all, other._all, strict=True):
             mine += its.to(mine.device)
 
+    def to(self, device: torch.device) -> Moments:
+        return Moments(*(each.to(device) for each in self._all))
+
     @property
     def samples(self) -> float:
         return float(self.counts.sum())
@@ -74,6 +79,8 @@ def expected(recipe: Federated, size: int, classes: int) -> Expected:
     """Names, shapes and types of the sums in an upload; nothing where the recipe asks for none."""
     if recipe.sums is None:
         return {}
+    if recipe.sums.secure:
+        return masked_layout(size, classes)
     wanted: Expected = {
         "cross": ((size, classes), torch.float32),
         "total": ((size,), torch.float64),
@@ -84,6 +91,12 @@ def expected(recipe: Federated, size: int, classes: int) -> Expected:
         return wanted | {"directions": ((min(kept, size), size), dtype), "rest": ((size,), torch.float32)}
     wanted["triangle"] = ((size * (size + 1) // 2,), dtype)
     return wanted if dtype == torch.float32 else wanted | {"diagonal": ((size,), torch.float32)}
+
+
+def masked_layout(size: int, classes: int) -> Expected:
+    """The same under masks: numbers that are added modulo 2⁶⁴, and zeros that tell whether the masks cancel."""
+    shapes = {"triangle": (size * (size + 1) // 2,), "cross": (size, classes), "total": (size,), "counts": (classes,)}
+    return {name: (shape, torch.int64) for name, shape in {**shapes, CHECK: (CHECKED,)}.items()}
 
 
 def packed(moments: Moments, how: Sums) -> dict[str, Tensor]:

@@ -1,0 +1,357 @@
+"""Sums under masks between sites: the model of plain sums, nothing to read in an upload, and no mask used twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+from inprocess import InProcess
+
+from commands import oneround
+from conftest import labelled
+from noise import ignores
+from oneround import sums
+from oneround.crew import forked_from, hidden_main
+from oneround.data import Dataset
+from oneround.errors import ProtocolError, RecipeError, RunError
+from oneround.federate import pairing
+from oneround.federate.carrying import KEY, TRAIN, blob_of, parcel, words_of
+from oneround.federate.client import app as client_app
+from oneround.federate.reception import Desk
+from oneround.federate.server import Pace, serve
+from oneround.federate.sites import SiteFile
+from oneround.protocol import Broadcast, GlobalModel, Upload, blob
+from oneround.protocol.model import preprocessing
+from oneround.reading import change, load
+from oneround.runs import Plan, Result
+from oneround.simulate import run as simulate
+from oneround.sums import Moments
+from oneround.sums.moments import triangle_of
+
+NOW = Pace(poll=0.01, patience=0.0, farewell=0.0)
+NAMES = [f"client_00{number}" for number in range(3)]
+PLAIN = load(
+    "ridge",
+    {
+        "sums.features": {"kind": "patches", "size": 96, "patch": 4}, "partition.clients": 3, "partition.alpha": 0.3,
+        "local.workers": 1,
+    }.items(),
+)  # fmt: skip
+SECURE = change(PLAIN, {"sums.secure": True, "reveal.class_counts": False, "deadline": 60.0})  # rather than for ever
+
+
+def site_files(folder: Path) -> dict[int, dict[str, Any]]:
+    """Three sites, each with a folder for its key."""
+    nodes = {}
+    for number, name in enumerate(NAMES):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "site.yaml").write_text(f"name: {name}\nshare: {number}\nfolder: {folder / name}\n")
+        nodes[10 + number] = {"site": str(folder / name / "site.yaml")}
+    return nodes
+
+
+def log_of(folder: Path) -> str:
+    return (folder / "run.log").read_text()
+
+
+def predictions(folder: Path, data: Dataset) -> torch.Tensor:
+    return GlobalModel.load(folder / "model").predict(data.test.pixels)
+
+
+@pytest.fixture(scope="module")
+def carried(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A federation under masks: `run` is the server's folder, `sites` are theirs."""
+    place = tmp_path_factory.mktemp("secure")
+    serve(InProcess(site_files(place / "sites")), SECURE, place / "run", NOW)
+    return place
+
+
+@pytest.fixture(scope="module")
+def plain(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("plain") / "run"
+    simulate(PLAIN, place, data=digits)
+    return place
+
+
+# --- the same model, and nothing to read -----------------------------------------------------------------------------
+
+
+def test_masked_sums_give_the_model_of_plain_ones(carried: Path, plain: Path, digits: Dataset) -> None:
+    found, wanted = Result.read(carried / "run"), Result.read(plain)
+    assert found.rules == wanted.rules and found.rules["ridge"] > 0.9
+    apart = predictions(carried / "run", digits) - predictions(plain, digits)
+    assert float(apart.abs().max()) < 1e-5
+    assert found.clients == {} and wanted.clients.keys() == set(NAMES), "nobody is scored alone"
+
+
+def test_a_simulation_gives_the_same_model_and_says_that_it_has_no_secrets(
+    carried: Path, digits: Dataset, tmp_path: Path
+) -> None:
+    simulate(SECURE, tmp_path / "run", data=digits)
+    assert torch.equal(predictions(tmp_path / "run", digits), predictions(carried / "run", digits))
+    here, there = Result.read(tmp_path / "run"), Result.read(carried / "run")
+    assert any("a simulation has no secrets" in remark for remark in here.remarks)
+    assert here.rules == there.rules and not any("secrets" in remark for remark in there.remarks)
+
+
+def moments_of(name: str, data: Dataset) -> Moments:
+    """What a client's sums are without masks."""
+    plan = Plan.of(PLAIN, data)
+    broadcast = plan.prepare()
+    constants = sums.constants_of(broadcast.recipe, broadcast.shape, broadcast.extras)
+    features = sums.features_of(broadcast.recipe, broadcast.shape, constants)
+    mine = data.train.take(plan.split.clients[plan.clients[name]])
+    return sums.gather(features, mine, broadcast.classes, *preprocessing(broadcast.recipe))
+
+
+def test_no_file_at_the_server_tells_of_one_client(carried: Path, digits: Dataset) -> None:
+    """Each upload, and any two of three together, look like noise that ignores the data; nor do words tell of it."""
+    numbers = {}
+    for name in NAMES:
+        manifest, tensors = blob.read(carried / "run" / "uploads" / f"{name}.safetensors", "upload")
+        assert manifest["class_counts"] == [] and set(manifest["history"][0]) == {"epoch"}
+        assert manifest["roster"] == NAMES and {value.dtype for value in tensors.values()} == {torch.int64}
+        numbers[name] = tensors["sums.triangle"].numpy()
+    for name in NAMES:
+        hidden = triangle_of(moments_of(name, digits).gram, torch.float64).numpy()
+        assert ignores(numbers[name], hidden)
+        for other in NAMES:
+            assert other == name or ignores(numbers[name] + numbers[other], hidden)
+    assert not ignores(numbers[NAMES[0]] + numbers[NAMES[1]] + numbers[NAMES[2]], hidden), "only the total does"
+    keys = json.loads((carried / "run" / "keys.json").read_text())
+    for name in NAMES:
+        secret = carried / "sites" / name / "masks.key"
+        assert secret.stat().st_mode & 0o777 == 0o600 and len(secret.read_bytes()) == 32
+        assert secret.read_bytes().hex() != keys[name]
+        for file in (carried / "run").rglob("*"):
+            assert file.is_dir() or secret.read_bytes() not in file.read_bytes(), file
+
+
+def test_other_commands_cope_with_what_is_not_told(carried: Path) -> None:
+    folder = str(carried / "run")
+    for words in (["report", folder], ["diagnose", folder], ["fuse", folder], ["compare", folder, folder]):
+        done = oneround(*words, cwd=carried)
+        assert done.returncode == 0, (words, done.stderr)
+    left_out = oneround("fuse", folder, "--rule", "ridge", "--without", "client_001", cwd=carried)
+    assert left_out.returncode == 2 and left_out.stderr.count("\n") == 1
+    assert "--without client_001: these sums are under masks" in left_out.stderr
+    assert "masks hide each client's sums" in " ".join(
+        oneround("methods", "ridge", "--set", "sums.secure=true", "--set", "reveal.class_counts=false").stdout.split()
+    )
+
+
+def test_sites_with_images_of_their_own_mask_for_whoever_came(digits: Dataset, tmp_path: Path) -> None:
+    """Nobody knows their names before: those whose keys came are the ones, and a third that comes later rests."""
+    nodes = {}
+    for number, name in enumerate(("north", "south", "late")):
+        own = digits.train.take(torch.arange(number, len(digits.train), 2))
+        np.savez(tmp_path / f"{name}.npz", x=own.pixels.numpy(), y=own.labels.numpy(), class_names=digits.class_names)
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(f"name: {name}\ndata: {tmp_path / f'{name}.npz'}\nfolder: {tmp_path / name}\n")
+        nodes[number] = {"site": str(file)}
+    data = {"kind": "sites", "classes": list(digits.class_names), "size": 8, "grey": True}
+    (tmp_path / "server").mkdir()
+    given = {"data": data, "partition.clients": 2, "local.data_path": str(tmp_path / "server")}
+    serve(InProcess(nodes), change(SECURE, given), tmp_path / "run", NOW)
+    told = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (
+        sorted(told["uploads"])
+        == sorted(json.loads((tmp_path / "run" / "keys.json").read_text()))
+        == ["north", "south"]
+    )
+    right = predictions(tmp_path / "run", digits).argmax(1) == digits.test.labels
+    assert float(right.double().mean()) > 0.9
+
+
+# --- killed and started again ----------------------------------------------------------------------------------------
+
+
+def told(grid: InProcess, kind: str) -> list[Message]:
+    return [message for message in grid.sent if message.metadata.message_type == kind]
+
+
+def in_a_process(node: dict[str, Any], kind: str, raw: bytes, answer: Path, killed: bool = False) -> int | None:
+    """Let a site answer one message in a process of its own, as Flower does; `killed`: in the middle of its sums."""
+    with hidden_main():
+        process = forked_from("oneround.cli").Process(target=_answer, args=(node, kind, raw, answer, killed))
+        process.start()
+        process.join(120)
+    return process.exitcode
+
+
+def _answer(node: dict[str, Any], kind: str, raw: bytes, answer: Path, killed: bool) -> None:
+    torch.set_num_threads(1)
+    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 10
+    if killed:
+        sums.gather = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    message = Message(parcel({}, raw), 10, kind)
+    message.metadata.__dict__["_message_id"] = "1"
+    reply = client_app(message, Context(run_id=1, node_id=10, node_config=node, state=RecordDict(), run_config={}))
+    answer.write_bytes(words_of(reply)["key"].encode() if kind == KEY else blob_of(reply))
+
+
+def test_a_client_killed_after_the_keys_goes_on_with_the_same_masks(carried: Path, tmp_path: Path) -> None:
+    """Its sums fall into the place the others have masked for: the answer is the one it would have given undisturbed."""
+    sent, name = (carried / "run" / "broadcast.safetensors").read_bytes(), NAMES[0]
+    shutil.copytree(carried / "sites" / name, tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors", "*.json"))
+    (tmp_path / name / "site.yaml").write_text(f"name: {name}\nshare: 0\nfolder: {tmp_path / name}\n")
+    node = {"site": str(tmp_path / name / "site.yaml")}
+    assert in_a_process(node, TRAIN, sent, tmp_path / "none", killed=True) == -signal.SIGKILL
+    assert not (tmp_path / "none").exists()
+    assert in_a_process(node, KEY, b"", tmp_path / "key") == 0
+    assert (tmp_path / "key").read_text() == Broadcast.unpack(sent).roster[name]
+    assert in_a_process(node, TRAIN, sent, tmp_path / "again") == 0
+    first = Upload.unpack(
+        (carried / "run" / "uploads" / f"{name}.safetensors").read_bytes(), Broadcast.unpack(sent), {}
+    )
+    again = Upload.unpack((tmp_path / "again").read_bytes(), Broadcast.unpack(sent), {})
+    assert again.content == first.content
+
+
+def test_a_site_never_masks_other_images_with_the_same_masks(carried: Path, tmp_path: Path) -> None:
+    sent, name = (carried / "run" / "broadcast.safetensors").read_bytes(), NAMES[0]
+    shutil.copytree(carried / "sites" / name, tmp_path / name, ignore=shutil.ignore_patterns("upload.safetensors"))
+    (tmp_path / name / "site.yaml").write_text(f"name: {name}\nshare: 1\nfolder: {tmp_path / name}\n")
+    grid = InProcess({10: {"site": str(tmp_path / name / "site.yaml")}})
+    (reply,) = grid.send_and_receive([Message(parcel({}, sent), 10, TRAIN)])
+    assert "masks are used once" in words_of(reply)["refused"]
+
+
+def test_a_server_killed_before_the_uploads_goes_on_with_the_same_keys(
+    tmp_path: Path, digits: Dataset, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First in the middle of the keys, then between keys and uploads."""
+    nodes, place = site_files(tmp_path / "sites"), tmp_path / "run"
+
+    def stop(kind: str, nodes: dict[int, dict[str, Any]]) -> InProcess:
+        """Time is over when the server has asked the last site, which does not answer this."""
+
+        def answer(message: Message, context: Context) -> Message | None:
+            last = context.node_id == 12 and message.metadata.message_type == kind
+            return None if last else client_app(message, context)
+
+        grid = InProcess(nodes, answer=answer)
+        monkeypatch.setattr(Desk, "waited", property(lambda desk: 1e9 if len(told(grid, kind)) > 3 else 0.0))
+        return grid
+
+    with pytest.raises(RunError, match=r"2 of 3 keys when the deadline of 60 s passed; they are kept"):
+        serve(stop(KEY, nodes), SECURE, place, NOW)
+    two = json.loads((place / "keys.json").read_text())
+    assert sorted(two) == NAMES[:2] and not (place / "uploads").exists()
+    with pytest.raises(RunError, match=r"2 of 3 uploads when the deadline"):
+        serve(stop(TRAIN, nodes), SECURE, place, NOW)
+    sent = (place / "broadcast.safetensors").read_bytes()
+    assert two.items() < Broadcast.unpack(sent).roster.items()
+    monkeypatch.undo()
+    (place / "keys.json").unlink()  # what was sent is what counts now
+    grid = InProcess(nodes)
+    serve(grid, SECURE, place, NOW)
+    assert not told(grid, KEY) and (place / "broadcast.safetensors").read_bytes() == sent
+    assert float((predictions(place, digits) - predictions(plain, digits)).abs().max()) < 1e-5
+
+
+# --- what is found out -----------------------------------------------------------------------------------------------
+
+
+def test_an_upload_masked_with_another_secret_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = pairing.secrets_of
+
+    def other(site: SiteFile, roster: dict[str, str], digest: str) -> dict[str, bytes]:
+        return honest(site, roster, "another recipe" if site.name == "client_001" else digest)
+
+    monkeypatch.setattr(pairing, "secrets_of", other)
+    with pytest.raises(ProtocolError, match="the masks do not cancel: a client masked with another secret"):
+        serve(InProcess(site_files(tmp_path / "sites")), SECURE, tmp_path / "run", NOW)
+    assert "ERROR the masks do not cancel" in log_of(tmp_path / "run")
+    assert not (tmp_path / "run" / "result.json").exists() and len(list((tmp_path / "run" / "uploads").iterdir())) == 3
+
+
+def altered(upload: bytes, **said: Any) -> bytes:
+    """The same tensors with other words."""
+    manifest, tensors = blob.unpack(upload, "upload", "upload")
+    own = {key: value for key, value in manifest.items() if key not in ("format", "kind", "shapes", "sha256")}
+    return blob.pack("upload", tensors, {**own, **said})
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"class_counts": [5] * 10}, "it tells class_counts, which belong under its masks"),
+        ({"roster": NAMES[:2]}, "it is masked for another broadcast than this one, or not with client_000, client_001"),
+        ({"context": "0" * 64}, "it is masked for another broadcast"),
+        ({"client": "client_007"}, "client_007 is not one of client_000, client_001, client_002, who mask"),
+        ({"recipe_digest": "0" * 64}, "it answers another recipe"),
+    ],
+)
+def test_an_upload_that_is_not_masked_as_agreed_is_refused(carried: Path, said: dict[str, Any], reason: str) -> None:
+    broadcast = Broadcast.read(carried / "run" / "broadcast.safetensors")
+    raw = (carried / "run" / "uploads" / "client_000.safetensors").read_bytes()
+    Upload.unpack(altered(raw), broadcast, {})
+    with pytest.raises(ProtocolError, match=reason):
+        Upload.unpack(altered(raw, **said), broadcast, {})
+
+
+def test_numbers_of_another_kind_are_refused(carried: Path) -> None:
+    broadcast = Broadcast.read(carried / "run" / "broadcast.safetensors")
+    manifest, tensors = blob.read(carried / "run" / "uploads" / "client_000.safetensors", "upload")
+    tensors["sums.cross"] = tensors["sums.cross"].double()
+    with pytest.raises(ProtocolError, match=r"sums.cross is torch.float64 \(96, 10\), expected torch.int64"):
+        Upload.unpack(blob.pack("upload", tensors, {**manifest, "sha256": blob.checksum(tensors)}), broadcast, {})
+
+
+def test_masks_for_one_list_of_keys_serve_no_other(carried: Path) -> None:
+    broadcast = Broadcast.read(carried / "run" / "broadcast.safetensors")
+    assert Broadcast.unpack(broadcast.pack()).context == broadcast.context
+    assert replace(broadcast, roster={**broadcast.roster, NAMES[2]: "00" * 32}).context != broadcast.context
+
+
+def test_a_name_that_stands_twice_is_refused(carried: Path) -> None:
+    manifest, tensors = blob.read(carried / "run" / "broadcast.safetensors", "broadcast")
+    twice = {**manifest, "roster": [*manifest["roster"], manifest["roster"][0]]}
+    with pytest.raises(ProtocolError, match="a name stands twice in the roster"):
+        Broadcast.unpack(blob.pack("broadcast", tensors, twice))
+
+
+def test_a_site_without_a_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes: dict[int, dict[str, Any]] = {10 + k: {"partition-id": k, "num-partitions": 3} for k in range(3)}
+    monkeypatch.setattr(Desk, "waited", property(lambda desk: 1e9 if "no folder" in log_of(desk.place.path) else 0.0))
+    with pytest.raises(RunError, match="0 of 3 keys"):
+        serve(InProcess(nodes), SECURE, tmp_path / "run", NOW)
+    assert "client_000: sums.secure: this site has no folder to keep its key in; name one" in log_of(tmp_path / "run")
+
+
+# --- recipes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"reveal.class_counts": True}, "class counts are under the masks too; set reveal.class_counts: false"),
+        ({"reveal.class_counts": {"epsilon": 1.0}}, "class counts are under the masks too"),
+        ({"sums.precision": "fp16"}, r"precision = fp16: sums under masks are whole numbers of 64 bits"),
+        ({"sums.rank": 8}, r"rank = 8: sums under masks are whole numbers of 64 bits"),
+        ({"partition.clients": 1}, r"partition.clients = 1: sums.secure needs at least two"),
+        ({"rounds": 2}, r"rounds = 2: sums.secure is for one round"),
+        ({"quorum": 2}, r"quorum = 2: with sums.secure masks cancel only in the sum of all 3 clients"),
+        ({"objective.terms": {"cross-entropy": {}}}, r"sums.secure: networks tell what masks hide"),
+    ],
+)
+def test_recipes_that_masks_cannot_serve(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RecipeError, match=reason):
+        change(SECURE, changes)
+
+
+def test_a_partition_that_leaves_nobody_to_mask_with_is_refused() -> None:
+    two = change(SECURE, {"partition.clients": 2, "partition.alpha": 1e-6})
+    with pytest.raises(RecipeError, match=r"only one client of .* has samples, and masks need two"):
+        Plan.of(two, labelled([0] * 50))  # one class, which goes to one of them

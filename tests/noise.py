@@ -1,0 +1,22 @@
+"""Whether numbers look like noise."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def looks_uniform(numbers: np.ndarray) -> bool:
+    """Every byte position of 64-bit numbers is uniform: chi² over 256 values within 6 deviations of its mean."""
+    for position in range(8):
+        counts = np.bincount(numbers.reshape(-1).view(np.uint8)[position::8], minlength=256)
+        expected = counts.sum() / 256
+        if abs(((counts - expected) ** 2 / expected).sum() - 255) > 6 * np.sqrt(2 * 255):
+            return False
+    return True
+
+
+def ignores(numbers: np.ndarray, plain: np.ndarray) -> bool:
+    """64-bit numbers that look like noise and have nothing to do with the data they are said to hide."""
+    share = numbers.reshape(-1).view(np.uint64) / 2.0**64
+    far = 5 / np.sqrt(plain.size)
+    return looks_uniform(numbers) and abs(float(np.corrcoef(share, plain.reshape(-1))[0, 1])) <= far
