@@ -20,7 +20,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import shlex
 import statistics
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +33,7 @@ from oneround.data import load_dataset
 from oneround.errors import OutOfTime
 from oneround.fusion.average import single
 from oneround.fusion.merged import accuracy
-from oneround.mergenet import Teacher, teacher_of
+from oneround.mergenet import Teacher, kept_by, teacher_of
 from oneround.observe.environment import environment
 from oneround.observe.log import MetricsLog
 from oneround.observe.statistics import Summary, paired
@@ -40,7 +43,7 @@ from oneround.reading import load, parse_override
 from oneround.recipe import Recipe
 from oneround.runs import Plan
 from oneround.simulate import run
-from oneround.site import choose_device
+from oneround.site import Site, choose_device
 
 METHODS = ("fused", "fused, unscaled", "fedavg", "taught", "alone", "pooled", "single")
 THRESHOLDS = (0.5, 0.6, 0.7, 0.75)
@@ -71,8 +74,18 @@ def recipe_of(cell: Cell, options: argparse.Namespace) -> Recipe:
     if method == "single":
         usual |= {"rounds": 1, "partition.clients": 1}
     if method in ("fused", "fused, unscaled", "taught"):
-        usual["local.teacher_weights"] = str(options.runs / f"teacher-{seed}" / "server" / "teacher.safetensors")
+        usual["local.teacher_weights"] = str(teachers_file(seed, options))
     return load(preset, [*{**usual, **changes}.items(), *(parse_override(text) for text in options.sets)])
+
+
+def chosen_teacher(options: argparse.Namespace) -> Teacher:
+    return Teacher(encoder=slot("encoder").parse(options.teacher), epochs=options.teacher_epochs)
+
+
+def teachers_file(seed: int, options: argparse.Namespace) -> Path:
+    """Where the teacher of a seed lies; another kind or a longer training is another file."""
+    site = Site("server", folder=options.runs / f"teacher-{seed}")
+    return kept_by(site, chosen_teacher(options)) / "teacher.safetensors"
 
 
 def teach(seed: int, options: argparse.Namespace, data: Any) -> float:
@@ -83,9 +96,9 @@ def teach(seed: int, options: argparse.Namespace, data: Any) -> float:
     ])  # fmt: skip
     plan = Plan.of(recipe, data)
     server, broadcast = plan.server(options.runs / f"teacher-{seed}"), plan.prepare()
-    chosen = Teacher(encoder=slot("encoder").parse(options.teacher), epochs=options.teacher_epochs)
+    chosen = chosen_teacher(options)
     with server.arithmetic(10**8):
-        weights = teacher_of(chosen, broadcast, server)
+        weights = teacher_of(chosen, broadcast, server, 0)
     large = broadcast.recipe.model_copy(
         update={"model": broadcast.recipe.model.model_copy(update={"encoder": chosen.encoder})}
     )
@@ -118,7 +131,8 @@ def measure(cell: Cell, options: argparse.Namespace, data: Any, deadline: float)
             for event in curve
         ],
         "sent": {event["epoch"] // epochs: event["accuracy"] for event in events if event["event"] == "snapshot" and event["rule"] != "average"},
-        "clients_spread": {number: statistics.pstdev(values) for number, values in spread.items()},
+        "clients_spread": {str(number): statistics.pstdev(values) for number, values in spread.items()},
+        "clients_mean": {str(number): statistics.mean(values) for number, values in spread.items()},
         "fusions": [event for event in events if event["event"] == "fusion"],
         "seconds": curve[-1]["elapsed"],
     }  # fmt: skip
@@ -162,7 +176,7 @@ def _table(cells: list[dict[str, Any]], rounds: int) -> list[str]:
     ]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for method in (method for method in METHODS if any(cell["method"] == method for cell in cells)):
-        mine = [cell for cell in cells if cell["method"] == method]
+        mine = [_fair(cell) for cell in cells if cell["method"] == method]
         last = [cell["rounds"][-1] for cell in mine]
         both = [(cell, base[cell["seed"]]) for cell in mine if cell["seed"] in base and method != "fedavg"]
         against = _difference(both)
@@ -227,7 +241,13 @@ def _answers(cells: list[dict[str, Any]]) -> list[str]:
 
 def _fair(cell: dict[str, Any]) -> dict[str, Any]:
     """A cell whose accuracy is that of the mean client, where nothing is exchanged."""
-    return {**cell, "accuracy": statistics.mean(cell["clients"].values())} if cell["method"] == "alone" else cell
+    if cell["method"] != "alone":
+        return cell
+    rounds = [
+        {**each, "accuracy": cell["clients_mean"][str(each["round"])], "top5": math.nan, "loss": math.nan}
+        for each in cell["rounds"]
+    ]
+    return {**cell, "accuracy": statistics.mean(cell["clients"].values()), "rounds": rounds}
 
 
 def _words(values: list[float]) -> str:
@@ -266,6 +286,12 @@ def main() -> None:
     place = options.out.with_suffix(".json")
     known = json.loads(place.read_text()) if place.exists() else {"cells": [], "teachers": {}}
     found = {(cell["method"], cell["alpha"], cell["seed"]): cell for cell in known["cells"]}
+    setting = {
+        "data": options.data, "student": _name(options.student), "teacher": _name(options.teacher), "clients": options.clients,
+        "rounds": options.rounds, "epochs": options.epochs,
+    }  # fmt: skip
+    if any(known.get(key, value) != value for key, value in setting.items()):
+        sys.exit(f"{place}: holds runs of another setting; choose another --out")
     here = environment(choose_device("auto"))
     data = load_dataset(load("fedavg", [("data.kind", options.data)]).data, options.data_dir)
     once = [method for method in ("alone", "pooled", "single", "fused, unscaled") if method in options.methods]
@@ -274,16 +300,10 @@ def main() -> None:
     cells: list[Cell] = [(method, first, seed) for seed in options.seeds for method in many]
     cells += [(method, alpha, options.seeds[0]) for alpha in others for method in many]
     cells += [(method, first, options.seeds[0]) for method in once]
-    words = [
-        f"--data {options.data}",
-        f"--rounds {options.rounds}",
-        f"--epochs {options.epochs}",
-        *(f"--set {text}" for text in options.sets),
-    ]
     for cell in cells:
         if cell in found or time.time() >= deadline:
             continue
-        if str(cell[2]) not in known["teachers"]:
+        if str(cell[2]) not in known["teachers"] or not teachers_file(cell[2], options).is_file():
             known["teachers"][str(cell[2])] = teach(cell[2], options, data)
             print(f"teacher of seed {cell[2]}: {100 * known['teachers'][str(cell[2])]:.1f} %", flush=True)
         done = measure(cell, options, data, deadline)
@@ -295,14 +315,24 @@ def main() -> None:
             flush=True,
         )
         record = {
-            "data": options.data, "student": _name(options.student), "teacher": _name(options.teacher), "clients": options.clients,
-            "rounds": options.rounds, "epochs": options.epochs, "teachers": known["teachers"], "cells": list(found.values()),
-            "environment": here, "arguments": " ".join(words),
+            **setting, "teachers": known["teachers"], "cells": list(found.values()),
+            "environment": here, "arguments": _asked(),
         }  # fmt: skip
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(json.dumps(record, ensure_ascii=False) + "\n")
         options.out.with_suffix(".md").write_text(render(record))
     print(f"{len(found)} of {len(cells)} runs; {options.out.with_suffix('.md')}")
+
+
+def _asked() -> str:
+    """The command line, without where things lie."""
+    words, kept = iter(sys.argv[1:]), []
+    for word in words:
+        if word in ("--data-dir", "--runs", "--out", "--minutes"):
+            next(words, None)
+        else:
+            kept.append(word)
+    return shlex.join(kept)
 
 
 def _name(encoder: Any) -> str:

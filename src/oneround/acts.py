@@ -217,6 +217,10 @@ def lacking(rule: Rule, broadcast: Broadcast) -> list[str]:
     """What this rule needs that uploads to this broadcast do not carry."""
     if rule.needs_network and not broadcast.weights:
         return ["networks"]
+    if rule.between_rounds:
+        return ["what the server keeps between rounds"]
+    if rule.needs_prototypes and "bias" in broadcast.weights:
+        return ["prototypes: model.head is linear"]
     lacks = ["sums of fixed features"] if rule.needs_sums and not broadcast.sums else []
     wanted = rule.statistics(*broadcast.weights["prototypes"].shape) if broadcast.weights else {}
     return lacks + sorted(wanted.keys() - statistics_of(broadcast).keys())

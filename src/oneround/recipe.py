@@ -209,6 +209,10 @@ class Federated(Strict):
                 f"rounds = {self.rounds}: {first.kind} makes no network that a next round could start from; "
                 "name average, mergenet or taught first in fusion, or set rounds: 1"
             )
+        if self.companion is not None:
+            raise ValueError(
+                f"rounds = {self.rounds}: a companion begins anew in every round; set rounds: 1, or use fusion: [mergenet]"
+            )
         if self.objective.stages:
             raise ValueError(
                 f"rounds = {self.rounds}: stages are of a training in one round; leave objective.stages out"

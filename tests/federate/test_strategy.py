@@ -38,7 +38,8 @@ def federate(example: ModuleType, rounds: int = 4, **options: Any) -> tuple[Merg
 
 def test_the_example_fuses_and_its_adapter_learns(example: ModuleType) -> None:
     strategy, arrays = federate(example)
-    assert [told["round"] for told in strategy.trace] == [2, 3, 4] and all(told["accepted"] for told in strategy.trace)
+    assert [told["round"] for told in strategy.trace] == [2, 3, 4]
+    assert [told.get("accepted") for told in strategy.trace] == [True, True, None]  # the result is the average
     assert all(told["adapter_moved"] > 0 for told in strategy.trace[1:])
     net = example.network(16)
     net.load_state_dict(arrays)
@@ -53,8 +54,8 @@ def test_a_fused_network_that_is_judged_worse_is_not_sent(example: ModuleType) -
         net.load_state_dict(arrays)
         return float((net.eval()(example.images[1500:]).argmax(1) == example.labels[1500:]).float().mean())
 
-    strategy, arrays = federate(example, rounds=2, judge=judge, accept_if=-1.0)  # must be better by all there is
-    plain, averaged = federate(example, rounds=2, start_round=9)
+    strategy, arrays = federate(example, rounds=3, judge=judge, accept_if=-1.0)  # must be better by all there is
+    plain, averaged = federate(example, rounds=3, start_round=9)
     assert not strategy.trace[0]["accepted"] and plain.trace == []
     assert all(torch.allclose(arrays[name], value, atol=1e-6) for name, value in averaged.items())
 
@@ -65,7 +66,7 @@ def test_what_is_not_finite_is_not_sent(example: ModuleType, monkeypatch: pytest
         Merger, "_outputs", lambda *given: {name: value * float("nan") for name, value in plain(*given).items()}
     )
     strategy, arrays = federate(example, rounds=3)
-    assert not any(told["accepted"] for told in strategy.trace)
+    assert not any(told.get("accepted") for told in strategy.trace)
     assert all(torch.isfinite(value).all() for value in arrays.values())
 
 

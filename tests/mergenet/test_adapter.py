@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from oneround.errors import RecipeError
 from oneround.mergenet import Adapter, Merger, Pair, ParameterAttention
 
 CPU = torch.device("cpu")
@@ -77,7 +78,7 @@ def test_its_gradient_is_that_of_half_the_squared_distance_clipped(random: torch
     student, teacher, goal = (torch.randn(8, 12, generator=random) for _ in range(3))
     one = merger(student, teacher, clip_norm=0.5, learning_rate=1e-12)
     one.fuse({"w": student}, {"t": teacher})
-    told = one.learn({"w": goal}, {"t": teacher})
+    told = one.learn({"w": goal})
     given = [each.grad.clone() for each in one.adapters.parameters()]  # type: ignore[union-attr]
     adapter = one.adapters[0]
     adapter.zero_grad()
@@ -98,7 +99,7 @@ def test_it_learns_a_known_function_of_the_teacher(random: torch.Generator) -> N
     for step in range(420):
         teacher = {"t": teachers[step % 3]}
         one.fuse({"w": student}, teacher)
-        errors.append(one.learn({"w": goals[step % 3]}, teacher)["error"])
+        errors.append(one.learn({"w": goals[step % 3]})["error"])
     assert sum(errors[-3:]) < sum(errors[:3]) / 10
     apart = one.fuse({"w": student}, {"t": teachers[0]})["w"] - one.fuse({"w": student}, {"t": teachers[1]})["w"]
     assert (
@@ -114,7 +115,7 @@ def test_its_weights_move_at_every_lesson_and_stay_with_a_rate_of_zero(random: t
         for one in (moving, fixed):
             before = parameters(one)
             one.fuse({"w": student}, {"t": teacher})
-            told = one.learn({"w": goal}, {"t": teacher})
+            told = one.learn({"w": goal})
             moved = float((parameters(one) - before).norm())
             assert told["adapter_moved"] == pytest.approx(moved, rel=1e-4) and (moved > 0) == (one is moving)
     assert torch.equal(fixed.fuse({"w": student}, {"t": teacher})["w"], first)
@@ -122,7 +123,31 @@ def test_its_weights_move_at_every_lesson_and_stay_with_a_rate_of_zero(random: t
 
 def test_without_a_fusion_there_is_no_lesson(random: torch.Generator) -> None:
     student, teacher = torch.randn(8, 12, generator=random), torch.randn(10, 16, generator=random)
-    assert merger(student, teacher).learn({"w": student}, {"t": teacher}) == {}
+    assert merger(student, teacher).learn({"w": student}) == {}
+
+
+def test_it_learns_of_the_teacher_it_looked_at_then(random: torch.Generator) -> None:
+    student, teacher = torch.randn(8, 12, generator=random), torch.randn(10, 16, generator=random)
+    one = merger(student, teacher, dropout=0.2)
+    handed_out = one.fuse({"w": student}, {"t": teacher})["w"]
+    teacher.mul_(2)
+    assert one.learn({"w": handed_out})["error"] == 0
+
+
+@pytest.mark.parametrize(
+    ("pairs", "text"),
+    [
+        ([("nope", "t")], "the student has no matrix nope"),
+        ([("w", "nope")], "the teacher has no matrix nope"),
+        ([("b", "t")], "the student has no matrix b"),
+        ([("w", "t"), ("w", "t")], "w of the student is named twice"),
+    ],
+)
+def test_pairs_that_mean_nothing_are_refused(pairs: list[tuple[str, str]], text: str) -> None:
+    named = [Pair(student=mine, teacher=theirs) for mine, theirs in pairs]
+    tensors = {"w": torch.zeros(3, 4), "b": torch.zeros(3), "t": torch.zeros(2, 2)}
+    with pytest.raises(RecipeError, match=text):
+        Merger(named, Adapter(), tensors, tensors, seed=1, device=CPU)
 
 
 def test_saved_and_loaded_it_goes_on_as_if_nothing_had_been(random: torch.Generator) -> None:
@@ -130,7 +155,7 @@ def test_saved_and_loaded_it_goes_on_as_if_nothing_had_been(random: torch.Genera
     whole = merger(student, teacher, dropout=0.2, attention_dropout=0.1)
 
     def lesson(one: Merger) -> None:
-        one.learn({"w": goal}, {"t": teacher})
+        one.learn({"w": goal})
         one.fuse({"w": student}, {"t": teacher})
 
     for _ in range(3):
@@ -149,5 +174,5 @@ def test_a_cosine_schedule_ends_at_rest(random: torch.Generator) -> None:
     moved = []
     for progress in (0.0, 0.5, 1.0):
         one.fuse({"w": student}, {"t": teacher})
-        moved.append(one.learn({"w": goal}, {"t": teacher}, progress)["adapter_moved"])
+        moved.append(one.learn({"w": goal}, progress)["adapter_moved"])
     assert moved[0] > 0 and moved[2] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,17 @@ import pytest
 import torch
 
 from conftest import small_recipe
+from oneround import acts
 from oneround.data import Dataset
-from oneround.errors import OutOfTime, RecipeError, RunError
+from oneround.errors import OutOfTime, ProtocolError, RecipeError, RunError
 from oneround.federate.server import Pace, serve
 from oneround.folder import RunFolder
+from oneround.fusion import rules
 from oneround.mergenet import Merger
 from oneround.models.encoders import encoders
 from oneround.models.prototype import initialise
 from oneround.observe.log import MetricsLog
-from oneround.protocol import GlobalModel, blob
+from oneround.protocol import Broadcast, GlobalModel, blob
 from oneround.recipe import Recipe
 from oneround.simulate import run
 
@@ -155,7 +158,8 @@ def test_the_average_can_be_taught_by_the_same_teacher(digits: Dataset, tmp_path
     result = run(federated("taught", rounds=2), tmp_path / "taught", data=digits)
     run(federated(rounds=2, more={"start_round": 1}), tmp_path / "fused", data=digits)
     taught, fused = (
-        blob.read(tmp_path / name / "server" / "teacher.safetensors", "teacher")[1] for name in ("taught", "fused")
+        blob.read(next((tmp_path / name / "server").rglob("teacher.safetensors")), "teacher")[1]
+        for name in ("taught", "fused")
     )
     assert all(torch.equal(fused[name], value) for name, value in taught.items())
     ours = next(curve for name, curve in result.curves.items() if name.startswith("taught"))
@@ -172,8 +176,61 @@ def test_a_teacher_from_a_file(digits: Dataset, tmp_path: Path) -> None:
         run(federated(rounds=2, more={**more, "start_round": 1}), tmp_path / "without", data=digits)
     here = {"local__teacher_weights": str(tmp_path / "teacher.safetensors")}
     run(federated(rounds=2, more={**more, "start_round": 1}, **here), tmp_path / "with", data=digits)
-    kept = safetensors.torch.load_file(tmp_path / "with" / "server" / "teacher.safetensors")
+    kept = safetensors.torch.load_file(next((tmp_path / "with" / "server").rglob("teacher.safetensors")))
     assert torch.equal(kept["prototypes"], given.weights()["prototypes"])
+
+
+def test_a_teacher_without_its_classifier_is_refused(digits: Dataset, tmp_path: Path) -> None:
+    import safetensors.torch
+
+    given = initialise(encoders.parse(TEACHER["encoder"]), 1, 10, seed=9, head="linear").weights()
+    del given["prototypes"]
+    safetensors.torch.save_file(given, tmp_path / "headless.safetensors")
+    more = {"teacher": {**TEACHER, "from_file": True}, "start_round": 1}
+    here = {"local__teacher_weights": str(tmp_path / "headless.safetensors")}
+    with pytest.raises(ProtocolError, match="tensor prototypes is missing"):
+        run(federated(rounds=2, more=more, **here), tmp_path / "run", data=digits)
+
+
+def test_rules_with_other_options_keep_apart(digits: Dataset, tmp_path: Path) -> None:
+    one = {"kind": "mergenet", "teacher": TEACHER, "adapter": ADAPTER}
+    two = {**one, "adapter": {**ADAPTER, "width": 4}}
+    other = {"kind": "taught", "teacher": {**TEACHER, "encoder": {"kind": "cnn", "width": 4}}}
+    run(federated(rounds=3, fusion=[one, "average"]), tmp_path / "alone", data=digits)
+    run(federated(rounds=3, fusion=[one, two, other, "average"]), tmp_path / "beside", data=digits)
+    alone, beside = (GlobalModel.load(tmp_path / name / "model").inference.state_dict() for name in ("alone", "beside"))
+    assert all(torch.equal(beside[name], value) for name, value in alone.items())
+
+
+def test_a_lost_adapter_is_told_and_not_made_up(digits: Dataset, tmp_path: Path) -> None:
+    recipe = federated(local__checkpoint_seconds=0.0)
+    run(recipe, tmp_path / "whole", data=digits)
+    shutil.copytree(tmp_path / "whole", tmp_path / "lost")
+    (tmp_path / "lost" / "result.json").unlink()
+    for path in (tmp_path / "lost" / "server").rglob("adapter_*"):
+        path.unlink()
+    with pytest.raises(RunError, match=r"it cannot be made again: remove broadcast.safetensors"):
+        run(recipe, tmp_path / "lost", data=digits, resume=True)
+    (tmp_path / "lost" / "broadcast.safetensors").unlink()
+    run(recipe, tmp_path / "lost", data=digits, resume=True)
+    assert contents(tmp_path / "lost") == contents(tmp_path / "whole")
+
+
+def test_a_teacher_that_learns_on_has_a_lesson_before_every_fusion_and_no_other(
+    digits: Dataset, tmp_path: Path
+) -> None:
+    more = {"teacher": {**TEACHER, "learns_on": True}, "start_round": 3, "every": 2}
+    run(federated(rounds=6, more=more), tmp_path, data=digits)
+    lessons = [line for line in (tmp_path / "run.log").read_text().splitlines() if "teacher/" in line]
+    assert ["teacher/1" in lessons[0], "teacher/2" in lessons[1], len(lessons)] == [True, True, 2]
+
+
+def test_what_acts_between_rounds_is_not_fused_afterwards(digits: Dataset, tmp_path: Path) -> None:
+    run(federated(rounds=2), tmp_path, data=digits)
+    broadcast = Broadcast.read(tmp_path / "broadcast.safetensors")
+    lacks = {kind: acts.lacking(rules.parse(kind), broadcast) for kind in ("mergenet", "taught", "iffi", "average")}
+    assert lacks["mergenet"] == lacks["taught"] == ["what the server keeps between rounds"]
+    assert lacks["iffi"] == ["prototypes: model.head is linear"] and lacks["average"] == []
 
 
 @pytest.mark.parametrize(
@@ -183,6 +240,7 @@ def test_a_teacher_from_a_file(digits: Dataset, tmp_path: Path) -> None:
         ({"more": {"accept_if": 0.1}, "validation": 0.0}, "mergenet chooses on images the server holds back"),
         ({"more": {"accept_if": -0.1}}, "accept_if"),
         ({"more": {"adapter": {"heads": 0}}}, "heads"),
+        ({"companion": "mergenet"}, "a companion begins anew in every round"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_trained(changes: dict[str, Any], text: str) -> None:

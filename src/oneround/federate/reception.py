@@ -48,6 +48,11 @@ class Desk:
                 f"alignment.schedule = {self.recipe.alignment.schedule.kind}: needs the other clients every epoch, which only a "
                 "simulation can offer; choose another"
             )
+        choosing = next((rule.kind for rule in self.recipe.fusion if getattr(rule, "needs_validation", False)), None)
+        if self.plan is None and choosing:
+            raise RecipeError(
+                f"fusion: {choosing} chooses on images held back from the recipe's own data set, and here sites bring their own; leave accept_if out"
+            )
         if self.plan is None and self.recipe.participation.fraction < 1:
             raise RecipeError(
                 f"participation.fraction = {self.recipe.participation.fraction:g}: sites that bring their own data all take part in every "

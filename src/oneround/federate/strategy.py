@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg, Result
 from torch import Tensor
 
 from oneround.mergenet import Adapter, Merger, Pair
@@ -51,19 +52,28 @@ class MergeNet(FedAvg):
         self.start_round, self.every, self.judge, self.accept_if = start_round, every, judge, accept_if
         self.adapter, self.seed, self.device = adapter or Adapter(), seed, torch.device(device)
         self.merger: Merger | None = None
+        self.last_round: int | None = None
         self.trace: list[dict[str, Any]] = []
         """What every fusion did: its error, how far the adapter moved, whether the fused network was sent."""
+
+    def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *more: Any, **options: Any) -> Result:
+        """As FedAvg's."""
+        self.last_round = num_rounds
+        return super().start(grid, initial_arrays, num_rounds, *more, **options)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         arrays, metrics = super().aggregate_train(server_round, replies)
-        if arrays is None or server_round < self.start_round or (server_round - self.start_round) % self.every:
+        if arrays is None or server_round < self.start_round:
             return arrays, metrics
         averaged = arrays.to_torch_state_dict()
         if self.merger is None:
             self.merger = Merger(self.pairs, self.adapter, averaged, self.teacher, self.seed, self.device)
-        told: dict[str, Any] = {"round": server_round, **self.merger.learn(averaged, self.teacher)}
+        told: dict[str, Any] = {"round": server_round, **self.merger.learn(averaged)}
+        if server_round == self.last_round or (server_round - self.start_round) % self.every:
+            self.trace.append(told)
+            return arrays, metrics  # after the last round nobody trains any more: the result is the average
         fused = {name: value.to(averaged[name].dtype).cpu() for name, value in self.merger.fuse(averaged, self.teacher).items()}  # fmt: skip
         told["accepted"] = self._accepts(fused, averaged, told)
         self.trace.append(told)

@@ -10,17 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from oneround.data import Images
-from oneround.errors import RecipeError, RunError
+from oneround.errors import ProtocolError, RunError
 from oneround.fusion.average import Average, average_weights, single
 from oneround.fusion.rule import rules
-from oneround.mergenet import Adapter, Merger, Pair, Teacher, default_pairs, teacher_of
+from oneround.mergenet import Adapter, Merger, Pair, Teacher, default_pairs, kept_by, teacher_of
 from oneround.models import Inference
 from oneround.models.prototype import on_cpu
 from oneround.protocol import Broadcast, Upload, blob
@@ -35,6 +35,8 @@ log = logging.getLogger("oneround")
 @rules.register("mergenet")
 class MergeNet(Average):
     """The average, some of its matrices fused with a large network's by parameter attention."""
+
+    between_rounds: ClassVar[bool] = True
 
     teacher: Teacher = Teacher()
     adapter: Adapter = Adapter()
@@ -61,37 +63,33 @@ class MergeNet(Average):
         if not self.every:
             return single(averaged, broadcast, server)
         told: dict[str, Any] = {"round": number}
-        due = number >= self.start_round and (number - self.start_round) % self.every == 0
-        due = due and number < broadcast.recipe.rounds
-        before = _state_path(server, number - 1)
-        if not due and not before.is_file():
+        fusions = 0 if number < self.start_round else 1 + (number - self.start_round) // self.every
+        due = fusions > 0 and (number - self.start_round) % self.every == 0 and number < broadcast.recipe.rounds
+        if number < self.start_round or (number == self.start_round and not due):
             return single(averaged, broadcast, server, told)
-        teacher = teacher_of(self.teacher, broadcast, server)
+        teacher = teacher_of(self.teacher, broadcast, server, fusions)
         merger = self._merger(averaged, teacher, broadcast, server)
-        if before.is_file():
-            merger.load(_read_state(before, broadcast))
-        told |= merger.learn(averaged, teacher, number / broadcast.recipe.rounds)
+        if number > self.start_round:
+            merger.load(_read_state(self._state(server, number - 1), broadcast))
+        told |= merger.learn(averaged, number / broadcast.recipe.rounds)
         sent = averaged
         if due:
             fused = {name: on_cpu(value) for name, value in merger.fuse(averaged, teacher).items()}
             sent = fused if self._accepts(fused, averaged, broadcast, server, told) else averaged
         blob.write_durably(
-            _state_path(server, number), blob.pack("adapter", merger.state(), {"recipe_digest": broadcast.digest})
+            self._state(server, number), blob.pack("adapter", merger.state(), {"recipe_digest": broadcast.digest})
         )
-        _state_path(server, number - 2).unlink(missing_ok=True)
+        self._state(server, number - 2).unlink(missing_ok=True)
         return single(sent, broadcast, server, told)
+
+    def _state(self, server: Site, number: int) -> Path:
+        """Where the adapter is kept at the end of a round; rules with other options have files of their own."""
+        return kept_by(server, self) / f"adapter_{number:03d}.safetensors"
 
     def _merger(
         self, student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], broadcast: Broadcast, server: Site
     ) -> Merger:
         pairs = self.pairs or default_pairs(broadcast.recipe, broadcast.shape[0])
-        for pair in pairs:
-            for name, whose, what in ((pair.student, student, "student"), (pair.teacher, teacher, "teacher")):
-                matrices = [each for each, value in whose.items() if value.dim() > 1]
-                if name not in matrices:
-                    raise RecipeError(
-                        f"fusion.mergenet.pairs: the {what} has no matrix {name}; it has {', '.join(matrices[-8:])} …"
-                    )
         seed = broadcast.recipe.seeds.initialisation
         return Merger(pairs, self.adapter, student, teacher, seed, server.device)
 
@@ -132,14 +130,14 @@ def accuracy(model: Inference, images: Images, recipe: Federated, device: torch.
     return float((answers.cpu() == images.labels.cpu()).double().mean())
 
 
-def _state_path(server: Site, number: int) -> Path:
-    if server.folder is None:
-        raise RunError("fusion.mergenet: the adapter is kept between rounds; give the server site a folder")
-    return server.folder / "server" / f"adapter_{number:03d}.safetensors"
-
-
 def _read_state(path: Path, broadcast: Broadcast) -> dict[str, Tensor]:
-    manifest, tensors = blob.read(path, "adapter")
+    """The adapter as it was; another one in its place would give other weights, so without it the rounds begin again."""
+    try:
+        manifest, tensors = blob.read(path, "adapter")
+    except ProtocolError as error:
+        raise RunError(
+            f"{error}; it cannot be made again: remove broadcast.safetensors beside server/ and resume, then all rounds are trained again"
+        ) from None
     if manifest.get("recipe_digest") != broadcast.digest:
-        raise RunError(f"{path}: the adapter of another recipe; remove it to begin anew")
+        raise RunError(f"{path}: the adapter of another recipe; begin anew with another --out")
     return tensors

@@ -29,6 +29,8 @@ class Rule(Part):
     """Whether clients must have trained networks."""
     needs_prototypes: ClassVar[bool] = True
     """Whether it compares features with prototypes, which a network with a linear head does not have."""
+    between_rounds: ClassVar[bool] = False
+    """Whether it needs what the server keeps from round to round, so that uploads alone do not tell its outcome."""
     continues: ClassVar[bool] = False
     """Whether it makes a network of the clients' own kind, which a next round can start from."""
 

@@ -7,6 +7,7 @@ distillation as in FedDF, Lin et al., 2020, with one teacher).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from oneround.errors import RecipeError
 from oneround.fusion.average import Average, average_weights, single
@@ -23,6 +24,8 @@ from oneround.site import Site
 @rules.register("taught")
 class Taught(Average):
     """The average, taught a large network's answers."""
+
+    between_rounds: ClassVar[bool] = True
 
     teacher: Teacher = Teacher()
     epochs: Count = 1
@@ -41,7 +44,7 @@ class Taught(Average):
             raise RecipeError("fusion.taught: the server has no public images; set public, for example 0.1")
         encoder = broadcast.recipe.model.encoder
         assert encoder is not None
-        weights = teacher_of(self.teacher, broadcast, server)
+        weights = teacher_of(self.teacher, broadcast, server, broadcast.round)
         teacher = filled(self.teacher.encoder, broadcast.shape[0], broadcast.classes, weights)
         training = {
             "epochs": self.epochs, "batch_size": self.batch_size, "learning_rate": self.learning_rate, "schedule": "constant",

@@ -3,7 +3,7 @@
 from oneround.mergenet.adapter import Adapter, ParameterAttention
 from oneround.mergenet.merger import Merger, Pair, as_matrix, default_pairs
 from oneround.mergenet.single import Beside
-from oneround.mergenet.teacher import Teacher, teacher_of
+from oneround.mergenet.teacher import Teacher, kept_by, teacher_of
 
 __all__ = [
     "Adapter",
@@ -14,5 +14,6 @@ __all__ = [
     "Teacher",
     "as_matrix",
     "default_pairs",
+    "kept_by",
     "teacher_of",
 ]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oneround.errors import RecipeError
 from oneround.mergenet.adapter import Adapter, ParameterAttention
 from oneround.models.encoders import encoders
 from oneround.models.prototype import on_cpu
@@ -55,6 +56,7 @@ class Merger:
     def __init__(
         self, pairs: list[Pair], options: Adapter, student: Weights, teacher: Weights, seed: int, device: torch.device
     ) -> None:
+        _check(pairs, student, teacher)
         self.pairs, self.options, self.device, self.seed = pairs, options, device, seed
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(seed, "adapter"))
@@ -69,6 +71,8 @@ class Merger:
         self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, weight_decay=options.weight_decay)
         self.given: dict[str, Tensor] = {}
         """The student's tensors of the last fusion whose outcome is not known yet; empty if there is none."""
+        self.looked_at: dict[str, Tensor] = {}
+        """The teacher's tensors of that fusion: a teacher may learn on."""
         self.fusions = 0
 
     @torch.no_grad()
@@ -76,27 +80,28 @@ class Merger:
         """The student's tensors, changed; everything else of the student is as it was. Without dropout: the same again for the same."""
         self.adapters.eval()
         self.given = {pair.student: student[pair.student].detach().clone() for pair in self.pairs}
+        self.looked_at = {pair.teacher: teacher[pair.teacher].detach().clone() for pair in self.pairs}
         self.fusions += 1
         return dict(student) | self._outputs(self.given, teacher)
 
-    def learn(self, reached: Weights, teacher: Weights, progress: float = 0.0) -> dict[str, float]:
+    def learn(self, reached: Weights, progress: float = 0.0) -> dict[str, float]:
         """One step towards what training made of the last fusion; `progress` (0…1) of all fusions. What it saw, in numbers."""
         if not self.given:
             return {}
         goals = {pair.student: reached[pair.student].detach().to(self.device).float() for pair in self.pairs}
         with torch.no_grad():
-            out = self._outputs(self.given, teacher)
+            out = self._outputs(self.given, self.looked_at)
         size = math.sqrt(sum(float(goal.square().sum()) for goal in goals.values()))
         told = {"error": _distance(out, goals) / max(size, 1e-12), "adapter_moved": 0.0}
         rate = self.options.learning_rate
         if self.options.schedule == "cosine":
             rate *= (1 + math.cos(math.pi * progress)) / 2
         if rate:
-            told |= self._step(goals, teacher, rate)
-        self.given = {}
+            told |= self._step(goals, rate)
+        self.given, self.looked_at = {}, {}
         return told
 
-    def _step(self, goals: Weights, teacher: Weights, rate: float) -> dict[str, float]:
+    def _step(self, goals: Weights, rate: float) -> dict[str, float]:
         """Descend along the vector–Jacobian product, with dropout; one whose gradient is not finite is left out."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -105,7 +110,7 @@ class Merger:
         self.adapters.train()
         with torch.enable_grad(), torch.random.fork_rng(devices=devices):
             torch.manual_seed(derive(self.seed, "dropout", self.fusions))
-            out = self._outputs(self.given, teacher)
+            out = self._outputs(self.given, self.looked_at)
         self.adapters.eval()
         torch.autograd.backward(list(out.values()), [(out[name] - goals[name]).detach() for name in out])
         norm = float(nn.utils.clip_grad_norm_(self.adapters.parameters(), self.options.clip_norm))
@@ -129,19 +134,20 @@ class Merger:
         """All of it, as a file holds it."""
         told = {f"adapter.{name}": on_cpu(value) for name, value in self.adapters.state_dict().items()}
         told |= {f"given.{name}": on_cpu(value) for name, value in self.given.items()}
+        told |= {f"looked_at.{name}": on_cpu(value) for name, value in self.looked_at.items()}
         for name, parameter in self.adapters.named_parameters():
             told |= {f"optimizer.{key}.{name}": on_cpu(value) for key, value in self.optimizer.state[parameter].items()}
         return told | {"fusions": torch.tensor(self.fusions)}
 
     def load(self, told: Mapping[str, Tensor]) -> None:
         """What `state` gave."""
-        parts: dict[str, dict[str, Tensor]] = {"adapter": {}, "given": {}, "optimizer": {}}
+        parts: dict[str, dict[str, Tensor]] = {"adapter": {}, "given": {}, "looked_at": {}, "optimizer": {}}
         for name, value in told.items():
             part, _, key = name.partition(".")
             if key:
                 parts[part][key] = value
         self.adapters.load_state_dict(parts["adapter"])
-        self.given, self.fusions = parts["given"], int(told["fusions"])
+        self.given, self.looked_at, self.fusions = parts["given"], parts["looked_at"], int(told["fusions"])
         for name, parameter in self.adapters.named_parameters():
             kept = {key.partition(".")[0]: value for key, value in parts["optimizer"].items() if key.partition(".")[2] == name}  # fmt: skip
             if kept:
@@ -149,6 +155,21 @@ class Merger:
                     key: value.clone() if key == "step" else value.to(self.device, copy=True)
                     for key, value in kept.items()
                 }
+
+
+def _check(pairs: list[Pair], student: Weights, teacher: Weights) -> None:
+    """Every pair names a matrix on either side, and no matrix of the student's twice."""
+    for pair in pairs:
+        for name, whose, what in ((pair.student, student, "student"), (pair.teacher, teacher, "teacher")):
+            matrices = [each for each, value in whose.items() if value.dim() > 1]
+            if name not in matrices:
+                raise RecipeError(f"pairs: the {what} has no matrix {name}; it has {', '.join(matrices[-8:])} …")
+    names = [pair.student for pair in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise RecipeError(
+            f"pairs: {twice} of the student is named twice; each of its matrices looks at one of the teacher's"
+        )
 
 
 def _shape(tensor: Tensor) -> tuple[int, int]:

@@ -68,7 +68,7 @@ class Together:
         if self.steps % self.options.every or last:
             return
         student, teacher = net.state_dict(), self.teacher.net.state_dict()
-        learned = self.merger.learn(student, teacher)
+        learned = self.merger.learn(student)
         if learned:
             self.seen.append(learned)
         fused = self.merger.fuse(student, teacher)

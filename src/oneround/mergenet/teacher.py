@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from oneround.errors import RecipeError, RunError
+from oneround.errors import ProtocolError, RecipeError, RunError
 from oneround.learning.loop import Learner
 from oneround.models.prototype import PrototypeNet, initialise
 from oneround.parts import In, Part, Strict
@@ -41,26 +42,32 @@ class Teacher(Strict):
         return self.learns_on or not self.from_file
 
 
-def teacher_of(options: Teacher, broadcast: Broadcast, server: Site) -> dict[str, Tensor]:
-    """The teacher's weights in this round; made when first asked for and kept in the server's folder."""
-    place = _place(server)
+def teacher_of(options: Teacher, broadcast: Broadcast, server: Site, lessons: int) -> dict[str, Tensor]:
+    """The teacher's weights before its so many-th lesson to students; made when first asked for and kept in the server's folder."""
+    place = kept_by(server, options)
     begun = place / "teacher.safetensors"
     if not begun.is_file():
         _keep(begun, _first(options, broadcast, server), broadcast)
     if not options.learns_on:
         return _read(begun, broadcast)
-    known, weights = 0, {}
-    for number in range(broadcast.round, 0, -1):
-        path = place / f"teacher_{number:03d}.safetensors"
-        if path.is_file():
-            known, weights = number, _read(path, broadcast)
-            break
-    weights = weights or _read(begun, broadcast)
-    for number in range(known + 1, broadcast.round + 1):
+    known = max((number for number in range(1, lessons + 1) if _at(place, number).is_file()), default=0)
+    weights = _read(_at(place, known) if known else begun, broadcast)
+    for number in range(known + 1, lessons + 1):
         weights = _trained(options, broadcast, server, weights, 1, f"teacher/{number}")
-        _keep(place / f"teacher_{number:03d}.safetensors", weights, broadcast)
-        (place / f"teacher_{number - 2:03d}.safetensors").unlink(missing_ok=True)
+        _keep(_at(place, number), weights, broadcast)
+        _at(place, number - 2).unlink(missing_ok=True)
     return weights
+
+
+def _at(place: Path, number: int) -> Path:
+    return place / f"teacher_{number:03d}.safetensors"
+
+
+def kept_by(server: Site, options: Strict) -> Path:
+    """The folder in which the server keeps what belongs to these options from round to round."""
+    if server.folder is None:
+        raise RunError("fusion: a teacher and an adapter are kept between rounds; give the server site a folder")
+    return server.folder / "server" / hashlib.sha256(options.model_dump_json().encode()).hexdigest()[:8]
 
 
 def network_of(options: Teacher, broadcast: Broadcast) -> PrototypeNet:
@@ -76,7 +83,7 @@ def _first(options: Teacher, broadcast: Broadcast, server: Site) -> dict[str, Te
             raise RecipeError(
                 "fusion: teacher.from_file needs local.teacher_weights, a safetensors file; or set from_file: false"
             )
-        start_from(server.local.teacher_weights, net, "teacher_weights")
+        start_from(server.local.teacher_weights, net, "teacher_weights", whole=True)
         return net.weights()
     return _trained(options, broadcast, server, net.weights(), options.epochs, "teacher")
 
@@ -113,18 +120,15 @@ def teachers_recipe(recipe: Federated, options: Teacher, epochs: int) -> Federat
     return Federated.model_validate(plain)
 
 
-def _place(server: Site) -> Path:
-    if server.folder is None:
-        raise RunError("fusion: a teacher and an adapter are kept between rounds; give the server site a folder")
-    return server.folder / "server"
-
-
 def _keep(path: Path, weights: dict[str, Tensor], broadcast: Broadcast) -> None:
     blob.write_durably(path, blob.pack("teacher", weights, {"recipe_digest": broadcast.digest}))
 
 
 def _read(path: Path, broadcast: Broadcast) -> dict[str, Tensor]:
-    manifest, weights = blob.read(path, "teacher")
+    try:
+        manifest, weights = blob.read(path, "teacher")
+    except ProtocolError as error:
+        raise RunError(f"{error}; remove it and resume, then it is made again") from None
     if manifest.get("recipe_digest") != broadcast.digest:
         raise RunError(f"{path}: the teacher of another recipe; remove it to train it anew")
     return weights

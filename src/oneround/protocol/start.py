@@ -13,8 +13,8 @@ from oneround.models import PrototypeNet
 HEAD = ("prototypes", "bias")
 
 
-def start_from(path: Path, net: PrototypeNet, key: str) -> None:
-    """Fill the network from a safetensors file: a whole network, or an encoder alone (with or without `encoder.`)."""
+def start_from(path: Path, net: PrototypeNet, key: str, *, whole: bool = False) -> None:
+    """Fill the network from a safetensors file: a whole network, or, unless it must be, an encoder alone (with or without `encoder.`)."""
     try:
         given = safetensors.torch.load(path.read_bytes())
     except Exception as error:  # the library raises several kinds
@@ -25,7 +25,7 @@ def start_from(path: Path, net: PrototypeNet, key: str) -> None:
     if not any(name.startswith("encoder.") for name in given):
         given = {name if name in HEAD else f"encoder.{name}": value for name, value in given.items()}
     wanted = net.state_dict()
-    for name in sorted(given.keys() | {name for name in wanted if name not in HEAD}):
+    for name in sorted(given.keys() | {name for name in wanted if whole or name not in HEAD}):
         if name not in given or name not in wanted:
             raise ProtocolError(
                 f"local.{key} = {path}: tensor {name} is {'missing' if name in wanted else 'not part of this encoder'}"
