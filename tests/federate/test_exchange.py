@@ -193,6 +193,11 @@ def test_nobody_speaks_in_the_name_of_another(tmp_path: Path) -> None:
         tmp_path / "run"
     )
     assert list(result(tmp_path / "run")["uploads"]) == ["client_000", "client_002"]
+    names = {9: "mallory", 10: "client_000", 11: "client_001", 12: "client_002"}  # who has a key, but no part in this
+    serve(InProcess({9: SHARES[10], **SHARES}, names), three(), tmp_path / "more", NOW)
+    told = log_of(tmp_path / "more")
+    assert "mallory: refused, it speaks for client_000 but its key is registered for mallory" in told
+    assert len(result(tmp_path / "more")["uploads"]) == 3
 
 
 # --- images of the sites' own --------------------------------------------------------------------------------------------

@@ -209,8 +209,8 @@ class Desk:
         return self.recipe.deadline is not None and self.waited >= self.recipe.deadline
 
     def takes_part(self, name: str) -> bool:
-        """Whether a site may be one of those who take part in this round; one without a name may."""
-        return not self.wanted or not name or name in self.wanted
+        """Whether to ask the site of that name: all but those that rest in this round. One that nobody expects hears why it is refused."""
+        return name in self.wanted or self.plan is None or name not in self.plan.clients
 
     def done(self) -> bool:
         """Whether to stop waiting: all are here; or the deadline has passed; or, without one, the quorum is here."""
