@@ -210,7 +210,7 @@ class Desk:
 
     def takes_part(self, name: str) -> bool:
         """Whether to ask the site of that name: all but those that rest in this round. One that nobody expects hears why it is refused."""
-        return name in self.wanted or self.plan is None or name not in self.plan.clients
+        return not self.wanted or name in self.wanted or self.plan is None or name not in self.plan.clients
 
     def done(self) -> bool:
         """Whether to stop waiting: all are here; or the deadline has passed; or, without one, the quorum is here."""
