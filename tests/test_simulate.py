@@ -186,9 +186,9 @@ def test_two_processes_do_not_share_a_folder(digits: Dataset, tmp_path: Path) ->
 
 FUSION = ["iffi", {"kind": "split", "chosen": "each"}, "dynamic-prototypes", "aligned-iffi", "feature-vote"]
 COMMAND = [
-    sys.executable, "-m", "oneround.cli", "run", "fafi+queue", "--model", "cnn", "--epochs", "12", "--seed", "3",
-    "--set", "model.encoder.width=8", "--set", "training.batch_size=32", "--set", "snapshots=3", "--set", "local.checkpoint_seconds=0",
-    "--set", "queue.size=200", "--set", "reference.source=sphere", "--set", "objective.terms.reference.match=mmd",
+    sys.executable, "-m", "oneround.cli", "run", "fafi+queue", "--model", "cnn", "--epochs", "10", "--seed", "3",
+    "--set", "model.encoder.width=8", "--set", "training.batch_size=64", "--set", "snapshots=3", "--set", "local.checkpoint_seconds=0",
+    "--set", "queue.size=200", "--set", "reference.source=sphere", "--set", "objective.terms.reference.match=moments",
     "--set", "validation=0.1", "--set", f"fusion={json.dumps(FUSION)}",
 ]  # fmt: skip
 
