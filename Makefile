@@ -22,7 +22,7 @@ demo: $(READY)
 
 test: $(READY_DEV)
 	@$(HAS_BROWSER) || $(GET_BROWSER) || echo "no chromium and chromedriver here: the tests of the report in a browser are left out"
-	@$(HAS_BROWSER) || export PYTEST_ADDOPTS="-m 'not browser'"; $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	@$(HAS_BROWSER) || export PYTEST_ADDOPTS="-m 'not browser'"; $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(READY_DEV)
 	$(BIN)/ruff check .
