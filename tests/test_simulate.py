@@ -282,14 +282,14 @@ def test_interrupted_it_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_dies_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
-    process = start(tmp_path / "run")
+    process = start(tmp_path / "run", "--epochs", "4")
     while not (tmp_path / "run" / "clients").exists():
         time.sleep(0.02)
     os.kill(workers_of(process.pid)[0], signal.SIGKILL)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "a training process died" in output and "--resume" in output and "Traceback" not in output
-    again = start(tmp_path / "run", "--resume")
+    again = start(tmp_path / "run", "--epochs", "4", "--resume")
     output, _ = again.communicate(timeout=240)
     assert again.returncode == 0, output
 

@@ -95,6 +95,25 @@ def federation(open_link: SuperLink, tmp_path: Path) -> Iterator[Federation]:
         one.stop()
 
 
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start `oneround federate …`; what is left of it when a test fails ends with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "oneround.cli", "federate", *words]
+        started.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.terminate()  # which ends Flower's processes too
+            process.wait(30)
+
+
 def ended(run: Child) -> None:
     wait_for(lambda: run.ended, run.said)
 
@@ -130,7 +149,9 @@ def result(out: Path) -> dict[str, object]:
 # --- encrypted and authenticated -----------------------------------------------------------------------------------------
 
 
-def test_commands_keys_and_the_same_uploads_as_a_simulation(digits: Dataset, tmp_path: Path) -> None:
+def test_commands_keys_and_the_same_uploads_as_a_simulation(
+    digits: Dataset, tmp_path: Path, commands: Callable[..., subprocess.Popen[str]]
+) -> None:
     """`oneround federate` with TLS and keys: both sites are counted, a stranger and an impostor are not."""
     recipe = small_recipe(
         partition__clients=2,
@@ -149,15 +170,11 @@ def test_commands_keys_and_the_same_uploads_as_a_simulation(digits: Dataset, tmp
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
     port, out = free_port(), tmp_path / "out"
 
-    def start(*words: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "oneround.cli", "federate", *words]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-
     def client(name: str, share: int, folder: KeyFolder) -> subprocess.Popen[str]:
         words = ["--server", f"localhost:{port}", "--keys", str(folder.path), "--name", name]
-        return start("client", *words, "--folder", f"{folder.path}-{name}", "--set", f"share={share}")
+        return commands("client", *words, "--folder", f"{folder.path}-{name}", "--set", f"share={share}")
 
-    server = start("server", "recipe.yaml", "--keys", str(keys.path), "--port", str(port), "--out", str(out))
+    server = commands("server", "recipe.yaml", "--keys", str(keys.path), "--port", str(port), "--out", str(out))
     impostor = KeyFolder(tmp_path / "impostor")  # mallory's own key, under another's name
     impostor.make([], ["client_000"])
     impostor.ca.write_bytes(keys.ca.read_bytes())
@@ -187,6 +204,26 @@ def test_commands_keys_and_the_same_uploads_as_a_simulation(digits: Dataset, tmp
     for rule, score in Result.read(out).rules.items():
         assert score == pytest.approx(Result.read(tmp_path / "simulated").rules[rule], abs=0.006), rule  # two images
     assert [path.name.partition(".")[0] for path in (out / "quarantine").iterdir()] == ["mallory"]
+
+
+def test_a_server_asked_to_end_leaves_no_process_behind(
+    tmp_path: Path, commands: Callable[..., subprocess.Popen[str]]
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(small_recipe(partition__clients=2).to_yaml())
+    words = ["--insecure", "--host", "127.0.0.1", "--port", str(free_port()), "--out", str(tmp_path / "out")]
+    server = commands("server", "recipe.yaml", *words)
+    wait_for(lambda: "waiting for 2 of 2" in log_of(tmp_path / "out"))
+    assert len(processes_at(tmp_path)) > 1
+    server.terminate()  # as a service manager does
+    _, wrong = server.communicate(timeout=PATIENCE)
+    assert server.returncode == 130 and "uploads are kept, go on with" in " ".join(wrong.split())
+    assert processes_at(tmp_path) == []
+
+
+def processes_at(folder: Path) -> list[str]:
+    """Command lines of processes that name this folder."""
+    found = subprocess.run(["ps", "-eo", "stat=,args=", "-ww"], capture_output=True, text=True, check=True).stdout
+    return [line for line in found.splitlines() if str(folder) in line and not line.startswith("Z")]
 
 
 # --- faults --------------------------------------------------------------------------------------------------------------

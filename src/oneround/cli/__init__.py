@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 
 from rich.markup import escape
@@ -47,6 +48,7 @@ app.registered_commands.sort(
 
 def main() -> None:
     """Entry point: an error a user can put right is one line and its exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # asked to end, it ends what it started, as when interrupted
     try:
         app()
     except OneroundError as error:
