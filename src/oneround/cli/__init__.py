@@ -48,7 +48,8 @@ app.registered_commands.sort(
 
 def main() -> None:
     """Entry point: an error a user can put right is one line and its exit code."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # asked to end, it ends what it started, as when interrupted
+    # Asked to end, a command ends what it started, as when interrupted.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
     except OneroundError as error:
