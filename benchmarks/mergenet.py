@@ -33,7 +33,7 @@ from oneround.data import load_dataset
 from oneround.errors import OutOfTime
 from oneround.fusion.average import single
 from oneround.fusion.merged import accuracy
-from oneround.mergenet import Teacher, kept_by, teacher_of
+from oneround.mergenet import Teacher, teacher_of
 from oneround.observe.environment import environment
 from oneround.observe.log import MetricsLog
 from oneround.observe.statistics import Summary, paired
@@ -85,7 +85,7 @@ def chosen_teacher(options: argparse.Namespace) -> Teacher:
 def teachers_file(seed: int, options: argparse.Namespace) -> Path:
     """Where the teacher of a seed lies; another kind or a longer training is another file."""
     site = Site("server", folder=options.runs / f"teacher-{seed}")
-    return kept_by(site, chosen_teacher(options)) / "teacher.safetensors"
+    return site.kept_for(chosen_teacher(options)) / "teacher.safetensors"
 
 
 def teach(seed: int, options: argparse.Namespace, data: Any) -> float:
@@ -98,7 +98,7 @@ def teach(seed: int, options: argparse.Namespace, data: Any) -> float:
     server, broadcast = plan.server(options.runs / f"teacher-{seed}"), plan.prepare()
     chosen = chosen_teacher(options)
     with server.arithmetic(10**8):
-        weights = teacher_of(chosen, broadcast, server, 0)
+        weights = teacher_of(chosen, broadcast, server, 0, "teacher.batch_size")
     large = broadcast.recipe.model_copy(
         update={"model": broadcast.recipe.model.model_copy(update={"encoder": chosen.encoder})}
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 from oneround import acts
 from oneround.crew import forked_from
 from oneround.data import Dataset, dataset_from_arrays, load_dataset, partitions
+from oneround.errors import OutOfTime
 from oneround.fusion import rules
 from oneround.protocol import Broadcast, Upload
 from oneround.reading import load
 from oneround.recipe import Recipe
+from oneround.simulate import run
 from oneround.site import Site
 
 torch.set_num_threads(1)
@@ -56,6 +59,17 @@ def small_recipe(preset: str = "fafi", **changes: Any) -> Recipe:
     base = {"model.encoder": {"kind": "cnn", "width": 4}, "training.epochs": 1, "training.batch_size": 64}
     given = {key.replace("__", "."): value for key, value in changes.items()}
     return load(preset, [*{**base, **given}.items()])
+
+
+def run_in_parts(recipe: Recipe, folder: Path, data: Dataset) -> int:
+    """Run with no time at all and resume until it is finished; how often it was stopped."""
+    for stops in range(100):
+        try:
+            run(recipe, folder, data=data, resume=True, deadline=time.time())
+            return stops
+        except OutOfTime:
+            continue
+    raise AssertionError("it never ends")
 
 
 def labelled(labels: Any, classes: int | None = None, groups: Any = None) -> Dataset:

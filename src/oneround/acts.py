@@ -21,6 +21,7 @@ from oneround.fusion import Rule, rules
 from oneround.learning import Emit, Learner, silent, summing
 from oneround.learning.anchors import anchors
 from oneround.learning.bank import make_bank, unit_features
+from oneround.learning.companion import companions
 from oneround.learning.reference import make_reference
 from oneround.models import Single, initialise
 from oneround.models.features import FrozenEncoder, features
@@ -70,6 +71,10 @@ def prepare(
     if recipe.local.initial_weights:
         start_from(recipe.local.initial_weights, net, "initial_weights")
     broadcast = Broadcast(recipe.federated, class_names, shape, net.weights())
+    for rule in rules_of(recipe):
+        rule.check(broadcast, recipe.local)
+    if recipe.companion is not None:
+        companions.of(recipe.companion).check(broadcast)
     if recipe.alignment is not None:
         maker = anchors.of(recipe.alignment.anchors)
         extras["anchors"] = maker.make(len(class_names), net.encoder.features, recipe.seeds.initialisation)

@@ -196,7 +196,14 @@ class Federated(Strict):
                 )
 
     def _check_rounds(self) -> None:
-        """What several rounds rule out."""
+        """What several rounds rule out, and what needs them."""
+        for part in self.fusion:
+            begins = getattr(part, "start_round", 0)
+            if begins >= self.rounds and getattr(part, "every", 0):
+                raise ValueError(
+                    f"rounds = {self.rounds}: fusion rule {part.kind} begins in round {begins} (start_round) and does nothing after "
+                    f"the last, so it would never act; set rounds above {begins}, or every: 0"
+                )
         if self.rounds == 1:
             if self.participation.fraction < 1:
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ from pathlib import Path
 import torch
 
 from oneround.data import Images
-from oneround.errors import RecipeError
+from oneround.errors import RecipeError, RunError
+from oneround.parts import Strict
 from oneround.recipe import Local
 
 SMALL = 2_000_000  # parameters: below, one thread per client and clients side by side are fastest
@@ -46,6 +48,12 @@ class Site:
         if self.local.precision == "auto":
             return self.device.type == "cuda" and torch.cuda.is_bf16_supported()
         return self.local.precision == "bf16"
+
+    def kept_for(self, options: Strict) -> Path:
+        """The folder in which the server keeps what belongs to these options from round to round."""
+        if self.folder is None:
+            raise RunError(f"{self.name}: what is kept between rounds needs a folder; give this site one")
+        return self.folder / "server" / hashlib.sha256(options.model_dump_json().encode()).hexdigest()[:8]
 
     @contextmanager
     def arithmetic(self, parameters: int) -> Iterator[None]:

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import small_recipe
+from conftest import run_in_parts, small_recipe
 from oneround import acts
 from oneround.data import Dataset
-from oneround.errors import OutOfTime, ProtocolError, RecipeError, RunError
+from oneround.errors import ProtocolError, RecipeError, RunError
 from oneround.federate.server import Pace, serve
 from oneround.folder import RunFolder
 from oneround.fusion import rules
+from oneround.learning.step import Stepper
 from oneround.mergenet import Merger
 from oneround.models.encoders import encoders
 from oneround.models.prototype import initialise
@@ -109,18 +110,11 @@ def test_a_server_started_again_between_rounds_goes_on(digits: Dataset, tmp_path
 
 
 def test_stopped_and_resumed_it_ends_the_same(digits: Dataset, tmp_path: Path) -> None:
-    import time
-
     recipe = federated(local__checkpoint_seconds=0.0, rounds=3, more={"teacher": {**TEACHER, "learns_on": True}})
     run(recipe, tmp_path / "whole", data=digits)
-    stops = 0
-    while True:
-        try:
-            run(recipe, tmp_path / "parts", data=digits, resume=True, deadline=time.time())
-            break
-        except OutOfTime:
-            stops += 1
-    assert stops >= 3 and contents(tmp_path / "whole") == contents(tmp_path / "parts")
+    assert run_in_parts(recipe, tmp_path / "parts", digits) >= 3 and contents(tmp_path / "whole") == contents(
+        tmp_path / "parts"
+    )
     assert fusions(tmp_path / "whole") == fusions(tmp_path / "parts")
 
 
@@ -134,7 +128,10 @@ def test_what_is_not_finite_is_never_sent(digits: Dataset, tmp_path: Path, monke
     run(federated(rounds=3), tmp_path / "broken", data=digits)
     run(federated("average", rounds=3), tmp_path / "plain", data=digits)
     second = next(event for event in fusions(tmp_path / "broken") if event["round"] == 2)
-    assert not second["accepted"] and second["reason"] == "not finite"
+    assert not second["accepted"] and second["reason"].startswith(
+        "not finite; is adapter.learning_rate = 0.001 too large?"
+    )
+    assert "NaN" not in (tmp_path / "broken" / "metrics.jsonl").read_text()
     ours, theirs = (GlobalModel.load(tmp_path / name / "model").inference.state_dict() for name in ("broken", "plain"))
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
@@ -190,6 +187,7 @@ def test_a_teacher_without_its_classifier_is_refused(digits: Dataset, tmp_path: 
     here = {"local__teacher_weights": str(tmp_path / "headless.safetensors")}
     with pytest.raises(ProtocolError, match="tensor prototypes is missing"):
         run(federated(rounds=2, more=more, **here), tmp_path / "run", data=digits)
+    assert nothing_trained(tmp_path / "run")
 
 
 def test_rules_with_other_options_keep_apart(digits: Dataset, tmp_path: Path) -> None:
@@ -226,7 +224,7 @@ def test_a_teacher_that_learns_on_has_a_lesson_before_every_fusion_and_no_other(
 
 
 def test_what_acts_between_rounds_is_not_fused_afterwards(digits: Dataset, tmp_path: Path) -> None:
-    run(federated(rounds=2), tmp_path, data=digits)
+    run(federated(rounds=2, more={"start_round": 1}), tmp_path, data=digits)
     broadcast = Broadcast.read(tmp_path / "broadcast.safetensors")
     lacks = {kind: acts.lacking(rules.parse(kind), broadcast) for kind in ("mergenet", "taught", "iffi", "average")}
     assert lacks["mergenet"] == lacks["taught"] == ["what the server keeps between rounds"]
@@ -240,6 +238,11 @@ def test_what_acts_between_rounds_is_not_fused_afterwards(digits: Dataset, tmp_p
         ({"more": {"accept_if": 0.1}, "validation": 0.0}, "mergenet chooses on images the server holds back"),
         ({"more": {"accept_if": -0.1}}, "accept_if"),
         ({"more": {"adapter": {"heads": 0}}}, "heads"),
+        (
+            {"rounds": 2},
+            r"rounds = 2: fusion rule mergenet begins in round 2 .start_round. .* set rounds above 2, or every: 0",
+        ),
+        ({"rounds": 1}, r"rounds = 1: fusion rule mergenet begins in round 2"),
         ({"companion": "mergenet"}, "a companion begins anew in every round"),
     ],
 )
@@ -250,14 +253,83 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(changes: dict[st
 
 def test_a_pair_that_is_not_there_is_named(digits: Dataset, tmp_path: Path) -> None:
     pairs = [{"student": "encoder.convolutions.7.weight", "teacher": "prototypes"}]
-    with pytest.raises(
-        (RecipeError, RunError), match=r"the student has no matrix encoder.convolutions.7.weight; it has"
-    ):
-        run(federated(rounds=3, more={"pairs": pairs}), tmp_path, data=digits)
+    with pytest.raises(RecipeError, match=r"the student has no matrix encoder.convolutions.7.weight; it has"):
+        run(federated(rounds=3, more={"pairs": pairs}), tmp_path / "federated", data=digits)
+    companion = {"kind": "mergenet", "teacher": {"encoder": "cnn"}, "pairs": pairs}
+    usual = {"public": 0.3, "validation": 0.2, "companion": companion, **SHORT}
+    with pytest.raises(RecipeError, match=r"the student has no matrix encoder.convolutions.7.weight; it has"):
+        run(small_recipe("mergenet-single", **usual), tmp_path / "single", data=digits)
+    assert nothing_trained(tmp_path / "federated") and nothing_trained(tmp_path / "single")
+
+
+def nothing_trained(folder: Path) -> bool:
+    """Whether a run was refused before anybody learned anything."""
+    return not any((folder / name).exists() for name in ("recipe.yaml", "uploads", "server", "metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("more", "local", "text"),
+    [
+        ({}, "large.safetensors", r"local.teacher_weights = large.safetensors: the teacher is trained .* set from_file: true"),
+        ({"teacher": {**TEACHER, "from_file": True}}, "large.safetensors", r"local.teacher_weights = large.safetensors: not a readable"),
+    ],
+)  # fmt: skip
+def test_what_would_be_noticed_rounds_later_is_refused_before_the_first(
+    digits: Dataset, tmp_path: Path, more: dict[str, Any], local: str, text: str
+) -> None:
+    with pytest.raises((RecipeError, ProtocolError), match=text):
+        run(federated(more=more, local__teacher_weights=local), tmp_path / "run", data=digits)
+    assert nothing_trained(tmp_path / "run")
+
+
+def test_a_companion_is_trained_beside_the_student_and_nowhere_else() -> None:
+    for name, value in (("from_file", True), ("epochs", 3), ("batch_size", 32), ("learns_on", True)):
+        with pytest.raises(RecipeError, match=rf"companion.*teacher.{name}"):
+            small_recipe("mergenet-single", companion={"kind": "mergenet", "teacher": {name: value}})
+
+
+@pytest.mark.parametrize(
+    ("wide", "key"),
+    [(8, "fusion.0.teacher.batch_size = 48 does not fit .*; 12 would .--set fusion.0.teacher.batch_size=12"),
+     (4, "client_00.: training.batch_size = 32 does not fit .*; 16 would")],
+)  # fmt: skip
+def test_out_of_memory_names_whose_batch_it_was(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: int, key: str
+) -> None:
+    """Memory for so many samples of the network that wide: the teacher's, or the clients'."""
+    short_of_memory(monkeypatch, wide, 18)
+    more = {"teacher": {**TEACHER, "batch_size": 48}, "start_round": 1}
+    recipe = federated(rounds=2, more=more, training__batch_size=32, model__encoder={"kind": "cnn", "width": 4})
+    with pytest.raises(RunError, match=key):
+        run(recipe, tmp_path, data=digits)
+
+
+def test_out_of_memory_beside_a_companion_names_what_both_have_room_for(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_of_memory(monkeypatch, 8, 9)
+    usual = {
+        "public": 0.3, "validation": 0.2, "companion": {"kind": "mergenet", "teacher": {"encoder": TEACHER["encoder"]}},
+        "training__batch_size": 32, "model__encoder": {"kind": "cnn", "width": 4}, **SHORT,
+    }  # fmt: skip
+    with pytest.raises(RunError, match=r"training.batch_size = 32 does not fit .*; 8 would"):
+        run(small_recipe("mergenet-single", **usual), tmp_path, data=digits)
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, wide: int, room: int) -> None:
+    """Networks of that width have room for so many samples and no more."""
+    step = Stepper._step
+
+    def short(self: Stepper, pixels: Any, labels: Any, numbers: Any) -> None:
+        if self.recipe.model.encoder.dump()["width"] == wide and len(labels) > room:  # type: ignore[union-attr]
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        step(self, pixels, labels, numbers)
+
+    monkeypatch.setattr(Stepper, "_step", short)
 
 
 def test_on_one_machine_student_and_teacher_learn_side_by_side(digits: Dataset, tmp_path: Path) -> None:
-    companion = {"kind": "mergenet", "teacher": TEACHER, "adapter": ADAPTER, "every": 5}
+    companion = {"kind": "mergenet", "teacher": {"encoder": TEACHER["encoder"]}, "adapter": ADAPTER, "every": 5}
     usual = {"public": 0.3, "validation": 0.2, "companion": companion, "local__checkpoint_seconds": 0.0, **SHORT}
     recipe = small_recipe("mergenet-single", **usual, training__epochs=3)
     run(recipe, tmp_path / "whole", data=digits)
@@ -266,14 +338,7 @@ def test_on_one_machine_student_and_teacher_learn_side_by_side(digits: Dataset, 
     alone = small_recipe("mergenet-single", **{**usual, "companion": None}, training__epochs=3)
     run(alone, tmp_path / "alone", data=digits)
     assert contents(tmp_path / "alone") != contents(tmp_path / "whole")
-    stops = 0
-    while True:
-        try:
-            run(recipe, tmp_path / "parts", data=digits, resume=True, deadline=0.0)
-            break
-        except OutOfTime:
-            stops += 1
-    assert stops >= 2
+    assert run_in_parts(recipe, tmp_path / "parts", digits) >= 2
     same = [
         [upload.weights["prototypes"] for upload in RunFolder(tmp_path / name).uploads()] for name in ("whole", "parts")
     ]

@@ -88,11 +88,10 @@ class Distilled(Rule):
         assert encoder is not None
         training = {
             "epochs": self.epochs, "batch_size": self.batch_size, "learning_rate": self.learning_rate, "schedule": "cosine",
-            "restart_optimizer": False, "sampling": "shuffle",
         }  # fmt: skip
         net = distil(
             answers, broadcast, self._images(answers, broadcast, server), server,
-            student=encoder, training=training, temperature=self.temperature,
+            student=encoder, training=training, temperature=self.temperature, batch_key=self.key(broadcast.recipe, "batch_size"),
         )  # fmt: skip
         return self.restore([net.weights()], broadcast.recipe, broadcast.shape[0], broadcast.classes, False).to(
             server.device

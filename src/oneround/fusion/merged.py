@@ -8,6 +8,7 @@ last round nobody trains any more, so the model is the plain average.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -20,12 +21,12 @@ from oneround.data import Images
 from oneround.errors import ProtocolError, RunError
 from oneround.fusion.average import Average, average_weights, single
 from oneround.fusion.rule import rules
-from oneround.mergenet import Adapter, Merger, Pair, Teacher, default_pairs, kept_by, teacher_of
+from oneround.mergenet import Adapter, Merger, Pair, Teacher, check_pairs, chosen_pairs, layout_of, teacher_of
 from oneround.models import Inference
 from oneround.models.prototype import on_cpu
 from oneround.protocol import Broadcast, Upload, blob
 from oneround.protocol.model import preprocessing
-from oneround.recipe import Federated
+from oneround.recipe import Federated, Local
 from oneround.sections import Count, NotNegative
 from oneround.site import Site
 
@@ -58,6 +59,12 @@ class MergeNet(Average):
     def needs_validation(self) -> bool:
         return self.accept_if is not None
 
+    def check(self, broadcast: Broadcast, local: Local) -> None:
+        if not self.every:
+            return
+        self.teacher.check(broadcast, local)
+        check_pairs(chosen_pairs(self.pairs, broadcast), broadcast.weights, layout_of(self.teacher, broadcast))
+
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
         averaged, number = average_weights(uploads), broadcast.round
         if not self.every:
@@ -67,11 +74,13 @@ class MergeNet(Average):
         due = fusions > 0 and (number - self.start_round) % self.every == 0 and number < broadcast.recipe.rounds
         if number < self.start_round or (number == self.start_round and not due):
             return single(averaged, broadcast, server, told)
-        teacher = teacher_of(self.teacher, broadcast, server, fusions)
+        key = self.key(broadcast.recipe, "teacher.batch_size")
+        teacher = teacher_of(self.teacher, broadcast, server, fusions, key)
         merger = self._merger(averaged, teacher, broadcast, server)
         if number > self.start_round:
             merger.load(_read_state(self._state(server, number - 1), broadcast))
-        told |= merger.learn(averaged, number / broadcast.recipe.rounds)
+        learned = merger.learn(averaged, number / broadcast.recipe.rounds)
+        told |= {name: value for name, value in learned.items() if math.isfinite(value)}
         sent = averaged
         if due:
             fused = {name: on_cpu(value) for name, value in merger.fuse(averaged, teacher).items()}
@@ -84,12 +93,12 @@ class MergeNet(Average):
 
     def _state(self, server: Site, number: int) -> Path:
         """Where the adapter is kept at the end of a round; rules with other options have files of their own."""
-        return kept_by(server, self) / f"adapter_{number:03d}.safetensors"
+        return server.kept_for(self) / f"adapter_{number:03d}.safetensors"
 
     def _merger(
         self, student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], broadcast: Broadcast, server: Site
     ) -> Merger:
-        pairs = self.pairs or default_pairs(broadcast.recipe, broadcast.shape[0])
+        pairs = chosen_pairs(self.pairs, broadcast)
         seed = broadcast.recipe.seeds.initialisation
         return Merger(pairs, self.adapter, student, teacher, seed, server.device)
 
@@ -105,7 +114,7 @@ class MergeNet(Average):
         finite = all(bool(torch.isfinite(value).all()) for value in fused.values() if value.is_floating_point())
         told["accepted"] = finite
         if not finite:
-            told["reason"] = "not finite"
+            told["reason"] = f"not finite; is adapter.learning_rate = {self.adapter.learning_rate:g} too large?"
         elif server.validation is not None and len(server.validation):
             ours, theirs = (
                 accuracy(single(weights, broadcast, server), server.validation, broadcast.recipe, server.device)

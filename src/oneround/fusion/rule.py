@@ -17,7 +17,7 @@ from oneround.models.prototype import filled
 from oneround.parts import Part, Slot
 from oneround.protocol import Broadcast, Upload
 from oneround.protocol.messages import Shapes
-from oneround.recipe import Federated
+from oneround.recipe import Federated, Local
 from oneround.seeds import generator
 from oneround.site import Site
 
@@ -65,6 +65,14 @@ class Rule(Part):
     def judge(self, logits: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
         """Client side: statistics of how well its network answers on images it held back (else on those it trained on)."""
         return {}
+
+    def key(self, recipe: Federated, option: str) -> str:
+        """What a recipe calls this option of the rule."""
+        place = recipe.fusion.index(self) if self in recipe.fusion else self.kind
+        return f"fusion.{place}.{option}"
+
+    def check(self, broadcast: Broadcast, local: Local) -> None:
+        """Server side, before anything is trained: refuse options that do not fit the network or what lies here."""
 
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
         """Server side: the model, on the server's device. Rules may use the images the server holds itself."""

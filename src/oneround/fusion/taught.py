@@ -17,6 +17,7 @@ from oneround.mergenet import Teacher, teacher_of
 from oneround.models import Inference
 from oneround.models.prototype import filled
 from oneround.protocol import Broadcast, Upload
+from oneround.recipe import Local
 from oneround.sections import Count, Positive
 from oneround.site import Site
 
@@ -38,20 +39,24 @@ class Taught(Average):
     def needs_public(self) -> bool:
         return True
 
+    def check(self, broadcast: Broadcast, local: Local) -> None:
+        self.teacher.check(broadcast, local)
+
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
         averaged = average_weights(uploads)
         if server.data is None or len(server.data) == 0:
             raise RecipeError("fusion.taught: the server has no public images; set public, for example 0.1")
         encoder = broadcast.recipe.model.encoder
         assert encoder is not None
-        weights = teacher_of(self.teacher, broadcast, server, broadcast.round)
+        key = self.key(broadcast.recipe, "teacher.batch_size")
+        weights = teacher_of(self.teacher, broadcast, server, broadcast.round, key)
         teacher = filled(self.teacher.encoder, broadcast.shape[0], broadcast.classes, weights)
         training = {
             "epochs": self.epochs, "batch_size": self.batch_size, "learning_rate": self.learning_rate, "schedule": "constant",
-            "milestones": [], "restart_optimizer": False, "sampling": "shuffle",
         }  # fmt: skip
         net = distil(
             teacher.to(server.device).eval().requires_grad_(False), broadcast, server.data, server,
-            student=encoder, training=training, temperature=self.temperature, start=averaged, name=f"student/{broadcast.round}",
+            student=encoder, training=training, temperature=self.temperature, batch_key=self.key(broadcast.recipe, "batch_size"),
+            start=averaged, name=f"student/{broadcast.round}",
         )  # fmt: skip
         return single(net.weights(), broadcast, server, {"round": broadcast.round})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,11 +11,11 @@ from torch.nn import functional as F
 
 from oneround.data import Images
 from oneround.errors import RecipeError
-from oneround.learning.loop import Emit, Learner
+from oneround.learning.aside import recipe_aside, train_aside
+from oneround.learning.loop import Emit
 from oneround.models.prototype import PrototypeNet, on_cpu
 from oneround.protocol import Broadcast
 from oneround.protocol.model import preprocessing
-from oneround.recipe import Federated
 from oneround.sections import Taught
 from oneround.seeds import generator
 from oneround.site import Site
@@ -33,11 +32,13 @@ def make_bank(broadcast: Broadcast, server: Site | None, emit: Emit) -> dict[str
     chosen = torch.randperm(len(images), generator=generator(recipe.seeds.initialisation, "bank"))[: recipe.bank.size]
     kept = images.take(chosen.sort().values)
     assert server is not None
-    unit = unit_features(teacher.net, kept.batches(server.device, *preprocessing(recipe)))
+    unit = unit_features(teacher, kept.batches(server.device, *preprocessing(recipe)))
     return {"bank.features": on_cpu(unit), "bank.labels": kept.labels.clone()}
 
 
-def teach(broadcast: Broadcast, server: Site | None, options: Taught, what: str, emit: Emit) -> tuple[Learner, Images]:
+def teach(
+    broadcast: Broadcast, server: Site | None, options: Taught, what: str, emit: Emit
+) -> tuple[PrototypeNet, Images]:
     """A teacher trained on the server's public images, and those images."""
     if server is None or server.data is None or len(server.data) == 0:
         raise RecipeError(f"{what}: the server has no public images; set public, for example --set public=0.1")
@@ -45,28 +46,9 @@ def teach(broadcast: Broadcast, server: Site | None, options: Taught, what: str,
     told = f"the server's teacher learns from {len(server.data):,} public images ({epochs} epochs) and makes {what} of features"
     emit({"event": "prepare", "text": told})
     log.info(told)
-    site = Site("teacher", server.data, local=server.local)
-    teacher = Learner(replace(broadcast, recipe=_teachers(broadcast.recipe, options), round=1), site)
-    teacher.train(epochs)
-    if teacher.stopped:
-        raise RecipeError(f"{what}: the {teacher.stopped}")
-    return teacher, server.data
-
-
-def _teachers(recipe: Federated, options: Taught) -> Federated:
-    """What the teacher does: the same network and training, its own terms, for its own time."""
-    objective = options.model_dump(mode="json")["teacher"]
-    plain = recipe.plain() | {
-        "objective": objective,
-        "bank": None,
-        "queue": None,
-        "reference": None,
-        "alignment": None,
-        "companion": None,
-        "rounds": 1,
-    }
-    plain["training"] |= {"epochs": options.teacher_epochs}
-    return Federated.model_validate(plain)
+    recipe = recipe_aside(broadcast.recipe, options.model_dump(mode="json")["teacher"], {"epochs": epochs})
+    key = "training.batch_size"
+    return train_aside(broadcast, recipe, broadcast.weights, server.data, server, "teacher", key), server.data
 
 
 @torch.inference_mode()

@@ -24,6 +24,10 @@ class Companion(Protocol):
         """A step was taken on this batch (all views) at this learning rate; `last`: the training's last one."""
         ...
 
+    def largest_batch(self) -> int:
+        """After memory ran out: the largest batch size it has room for; 0 if none."""
+        ...
+
     def report(self) -> dict[str, float]:
         """What it measured since the last call."""
         ...
@@ -37,6 +41,9 @@ class Companion(Protocol):
 
 class CompanionPart(Part):
     """A kind of companion."""
+
+    def check(self, broadcast: Broadcast) -> None:
+        """Refuse options that do not fit the clients' network, before anything is trained."""
 
     def join(self, broadcast: Broadcast, site: Site) -> Companion:
         """Stand beside a client that begins its training."""

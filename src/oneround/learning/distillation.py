@@ -7,7 +7,6 @@ noise, or images turned by gradient descent into what the teacher takes for each
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -16,13 +15,11 @@ from torch.nn import functional as F
 
 from oneround.data import Images
 from oneround.data.augment import MEAN, STD
-from oneround.errors import RunError
-from oneround.learning.loop import Learner
+from oneround.learning.aside import recipe_aside, train_aside
 from oneround.learning.objective import Batch, Term, terms
 from oneround.models.prototype import PrototypeNet, initialise
 from oneround.parts import Part
 from oneround.protocol import Broadcast
-from oneround.recipe import Federated
 from oneround.sections import Positive
 from oneround.seeds import generator
 from oneround.site import Site
@@ -54,39 +51,16 @@ class Distillation(Term):
 
 def distil(
     answers: Answers, broadcast: Broadcast, images: Images, server: Site, *, student: Part, training: dict[str, object], temperature: float,
-    start: dict[str, Tensor] | None = None, name: str = "student",
+    batch_key: str, start: dict[str, Tensor] | None = None, name: str = "student",
 ) -> PrototypeNet:  # fmt: skip
     """A network of that kind which answers as the teacher does on these images; it begins anew, or with `start`."""
-    recipe = _students(broadcast.recipe, student, training, temperature)
+    seed, head = broadcast.recipe.seeds.initialisation, broadcast.recipe.model.head
     if start is None:
-        fresh = initialise(
-            student, broadcast.shape[0], broadcast.classes, recipe.seeds.initialisation, recipe.model.head
-        )
-        start = fresh.weights()
-    sent = replace(broadcast, recipe=recipe, weights=start, extras={}, round=1)
-    learner = Learner(sent, Site(name, images, local=server.local), teacher=answers)
-    with server.arithmetic(sum(tensor.numel() for tensor in start.values())):
-        learner.train(recipe.training.epochs)
-    if learner.stopped:
-        raise RunError(learner.stopped)
-    return learner.net
-
-
-def _students(recipe: Federated, student: Part, training: dict[str, object], temperature: float) -> Federated:
-    plain = recipe.plain()
-    objective = {"terms": {"distillation": {"temperature": temperature}}, "stages": []}
-    plain |= dict.fromkeys(("alignment", "bank", "queue", "reference", "companion"))
-    plain |= {
-        "objective": objective,
-        "model": {"encoder": student.dump(), "head": recipe.model.head},
-        "trace": {"every": 0},
-        "fusion": ["average"],
-        "rounds": 1,
-        "participation": {},
-    }
-    plain["training"] |= training
-    plain["method"] = f"student of {recipe.method}"
-    return Federated.model_validate(plain)
+        start = initialise(student, broadcast.shape[0], broadcast.classes, seed, head).weights()
+    objective = {"terms": {"distillation": {"temperature": temperature}}}
+    usual = {"milestones": [], "restart_optimizer": False, "sampling": "shuffle"}
+    recipe = recipe_aside(broadcast.recipe, objective, usual | training, {"encoder": student.dump(), "head": head})
+    return train_aside(broadcast, recipe, start, images, server, name, batch_key, answers)
 
 
 def calibrated(answers: Answers, images: Images, classes: int, device: torch.device) -> Answers:

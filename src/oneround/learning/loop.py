@@ -47,11 +47,17 @@ class Learner:
     """One site's local training: the network, how far it is, and what it measured. One at a time per device."""
 
     def __init__(
-        self, broadcast: Broadcast, site: Site, emit: Emit = silent, teacher: Callable[[Tensor], Tensor] | None = None
+        self,
+        broadcast: Broadcast,
+        site: Site,
+        emit: Emit = silent,
+        teacher: Callable[[Tensor], Tensor] | None = None,
+        batch_key: str = "training.batch_size",
     ) -> None:
+        """`teacher`: whose answers a term copies; `batch_key`: what the recipe calls the batch size, should it not fit."""
         if site.data is None or len(site.data) == 0:
             raise RunError(f"{site.name}: no data to train on")
-        self.broadcast, self.site, self.emit = broadcast, site, emit
+        self.broadcast, self.site, self.emit, self.batch_key = broadcast, site, emit, batch_key
         self.recipe, self.training, self.seed = (
             broadcast.recipe,
             broadcast.recipe.training,
@@ -98,9 +104,7 @@ class Learner:
             self.emit({"event": "epoch", "client": self.site.name, **measured})
             late = self.site.deadline is not None and time.time() >= self.site.deadline and self.epoch < until
             due = late or self.epoch == until or time.monotonic() - saved >= self.site.local.checkpoint_seconds
-            if (
-                due and self.epoch < self.broadcast.last_epoch
-            ):  # after the last epoch the upload takes the state's place
+            if due and self.epoch < self.broadcast.last_epoch:  # afterwards the upload takes the state's place
                 self.save()
                 saved = time.monotonic()
             if late:
@@ -144,9 +148,11 @@ class Learner:
         return {f"net.{name}": value for name, value in self.net.state_dict().items()} | kept
 
     def _does_not_fit(self) -> str:
-        wanted, fits = self.training.batch_size, self.stepper.largest_batch()
-        fix = f"{fits} would (--set training.batch_size={fits})" if fits else "not even 1 would; take a smaller encoder"
-        return f"{self.site.name}: training.batch_size = {wanted} does not fit into the memory of {self.site.device}; {fix}"
+        wanted, fits, key = self.training.batch_size, self.stepper.largest_batch(), self.batch_key
+        if self.companion:
+            fits = min(fits, self.companion.largest_batch())
+        fix = f"{fits} would (--set {key}={fits})" if fits else "not even 1 would; take a smaller encoder"
+        return f"{self.site.name}: {key} = {wanted} does not fit into the memory of {self.site.device}; {fix}"
 
     def _run_epoch(self) -> dict[str, Any]:
         start = told = time.monotonic()

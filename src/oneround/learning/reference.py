@@ -41,9 +41,7 @@ def make_reference(broadcast: Broadcast, server: Site | None, emit: Emit) -> dic
     chosen = torch.randperm(len(images), generator=random)[: options.size]
     kept = images.take(chosen.sort().values)
     assert server is not None
-    return {
-        "reference.features": on_cpu(unit_features(teacher.net, kept.batches(server.device, *preprocessing(recipe))))
-    }
+    return {"reference.features": on_cpu(unit_features(teacher, kept.batches(server.device, *preprocessing(recipe))))}
 
 
 @terms.register("reference")

@@ -18,7 +18,7 @@ from oneround.mergenet.adapter import Adapter, ParameterAttention
 from oneround.models.encoders import encoders
 from oneround.models.prototype import on_cpu
 from oneround.parts import Strict
-from oneround.recipe import Federated
+from oneround.protocol import Broadcast
 from oneround.seeds import derive
 
 Weights = Mapping[str, Tensor]
@@ -40,13 +40,16 @@ SEED_PAIR = {"mobilenet-v2": "encoder.blocks.15.layers.6.weight"}
 """The projection 960 → 160 at the end of the 160-channel stage."""
 
 
-def default_pairs(recipe: Federated, channels: int) -> list[Pair]:
-    """The published pair, or the nearest thing another encoder has."""
-    assert recipe.model.encoder is not None
-    with torch.device("meta"):
-        layers = dict(encoders.of(recipe.model.encoder).build(channels).named_parameters())
-    convolutions = [f"encoder.{name}" for name, value in layers.items() if value.dim() == 4]
-    chosen = SEED_PAIR.get(recipe.model.encoder.kind, convolutions[-1])
+def chosen_pairs(named: list[Pair], broadcast: Broadcast) -> list[Pair]:
+    """Those that are named; else the published pair, or the nearest thing another encoder has."""
+    if named:
+        return named
+    encoder = broadcast.recipe.model.encoder
+    assert encoder is not None
+    with torch.device("meta"):  # in the network's own order; a message keeps another
+        layers = encoders.of(encoder).build(broadcast.shape[0]).named_parameters()
+    convolutions = [f"encoder.{name}" for name, value in layers if value.dim() == 4]
+    chosen = SEED_PAIR.get(encoder.kind, convolutions[-1])
     return [Pair(student=chosen, teacher="prototypes")]
 
 
@@ -56,7 +59,7 @@ class Merger:
     def __init__(
         self, pairs: list[Pair], options: Adapter, student: Weights, teacher: Weights, seed: int, device: torch.device
     ) -> None:
-        _check(pairs, student, teacher)
+        check_pairs(pairs, student, teacher)
         self.pairs, self.options, self.device, self.seed = pairs, options, device, seed
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(seed, "adapter"))
@@ -157,7 +160,7 @@ class Merger:
                 }
 
 
-def _check(pairs: list[Pair], student: Weights, teacher: Weights) -> None:
+def check_pairs(pairs: list[Pair], student: Weights, teacher: Weights) -> None:
     """Every pair names a matrix on either side, and no matrix of the student's twice."""
     for pair in pairs:
         for name, whose, what in ((pair.student, student, "student"), (pair.teacher, teacher, "teacher")):

@@ -12,8 +12,8 @@ from torch import Tensor
 from oneround.learning.companion import Companion, CompanionPart, companions
 from oneround.learning.step import Stepper
 from oneround.mergenet.adapter import Adapter
-from oneround.mergenet.merger import Merger, Pair, default_pairs
-from oneround.mergenet.teacher import Teacher, network_of, teachers_recipe
+from oneround.mergenet.merger import Merger, Pair, check_pairs, chosen_pairs
+from oneround.mergenet.teacher import Larger, layout_of, network_of, teachers_recipe
 from oneround.models import PrototypeNet
 from oneround.models.prototype import on_cpu
 from oneround.protocol import Broadcast
@@ -25,13 +25,16 @@ from oneround.site import Site
 class Beside(CompanionPart):
     """A larger network that learns from the same batches and hands its knowledge over through an adapter."""
 
-    teacher: Teacher = Teacher()
+    teacher: Larger = Larger()
     """Its encoder and learning rate; it begins with random weights."""
     adapter: Adapter = Adapter()
     pairs: list[Pair] = Field(default=[])
     """As in the fusion rule `mergenet`."""
     every: Count = 10
     """Batches between two fusions."""
+
+    def check(self, broadcast: Broadcast) -> None:
+        check_pairs(chosen_pairs(self.pairs, broadcast), broadcast.weights, layout_of(self.teacher, broadcast))
 
     def join(self, broadcast: Broadcast, site: Site) -> Companion:
         return Together(self, broadcast, site)
@@ -42,21 +45,20 @@ class Together:
 
     def __init__(self, options: Beside, broadcast: Broadcast, site: Site) -> None:
         self.options, self.device, self.steps = options, site.device, 0
-        recipe = teachers_recipe(broadcast.recipe, options.teacher, broadcast.recipe.training.epochs)
-        training = recipe.training.model_copy(update={"batch_size": broadcast.recipe.training.batch_size})
+        training = broadcast.recipe.training
+        recipe = teachers_recipe(broadcast.recipe, options.teacher, training.epochs, training.batch_size)
         fresh = network_of(options.teacher, broadcast).weights()
-        sent = replace(broadcast, recipe=recipe.model_copy(update={"training": training}), weights=fresh, extras={})
+        sent = replace(broadcast, recipe=recipe, weights=fresh, extras={})
         local = site.local
         self.teacher = Stepper(
             sent, self.device, bf16=site.bf16, compiled=local.compile, recorded=local.record, beside=True
         )
         self.teacher.net.load_state_dict(fresh)
         self.teacher.restart()
-        self.pace = options.teacher.learning_rate / broadcast.recipe.training.learning_rate
-        pairs = options.pairs or default_pairs(broadcast.recipe, broadcast.shape[0])
+        self.pace = options.teacher.learning_rate / training.learning_rate
+        pairs = chosen_pairs(options.pairs, broadcast)
         seed = broadcast.recipe.seeds.initialisation
         self.merger = Merger(pairs, options.adapter, broadcast.weights, fresh, seed, self.device)
-        self.total = broadcast.recipe.training.epochs
         self.seen: list[dict[str, float]] = []
 
     def after_step(
@@ -76,6 +78,9 @@ class Together:
             for pair in self.merger.pairs:
                 if bool(torch.isfinite(fused[pair.student]).all()):
                     student[pair.student].copy_(fused[pair.student])
+
+    def largest_batch(self) -> int:
+        return self.teacher.largest_batch()
 
     def report(self) -> dict[str, float]:
         told = {

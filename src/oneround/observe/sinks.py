@@ -25,10 +25,11 @@ def numbers(event: dict[str, Any]) -> Iterator[tuple[str, float, int]]:
         yield f"accuracy/{event['rule']}", event["accuracy"], epoch
     elif event["event"] == "client":
         yield f"{event['client']}/accuracy_alone", event["accuracy"], epoch
-    elif event["event"] == "epoch":
+    elif event["event"] in ("epoch", "fusion"):
+        who = event.get("client") or event["rule"]
         for name, value in event.items():
             if isinstance(value, float):
-                yield f"{event['client']}/{name}", value, epoch
+                yield f"{who}/{name}", value, epoch
 
 
 def pour(events: Iterable[dict[str, Any]], sinks: Sequence[Sink]) -> None:
