@@ -21,10 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
 import statistics
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +31,8 @@ from oneround.errors import OutOfTime
 from oneround.fusion.average import single
 from oneround.fusion.merged import accuracy
 from oneround.mergenet import Teacher, teacher_of
-from oneround.observe.environment import environment
 from oneround.observe.log import MetricsLog
-from oneround.observe.statistics import Summary, paired
+from oneround.observe.statistics import paired
 from oneround.observe.tables import difference_in_words
 from oneround.parts import slot
 from oneround.reading import load, parse_override
@@ -44,10 +40,10 @@ from oneround.recipe import Recipe
 from oneround.runs import Plan
 from oneround.simulate import run
 from oneround.site import Site, choose_device
+from study import Cell, Record, Study, arguments, in_words, render
 
 METHODS = ("fused", "fused, unscaled", "fedavg", "taught", "alone", "pooled", "single")
 THRESHOLDS = (0.5, 0.6, 0.7, 0.75)
-Cell = tuple[str, float, int]
 
 
 def recipe_of(cell: Cell, options: argparse.Namespace) -> Recipe:
@@ -89,7 +85,7 @@ def teachers_file(seed: int, options: argparse.Namespace) -> Path:
 
 
 def teach(seed: int, options: argparse.Namespace, data: Any) -> float:
-    """Train the teacher of a seed once, for all methods; its accuracy on test images."""
+    """Train the teacher of a seed unless it is there, once for all methods; its accuracy on test images."""
     recipe = load("mergenet", [
         ("data.kind", options.data), ("local.data_path", options.data_dir), ("model.encoder", options.student), ("public", 0.1), ("validation", 0.1),
         ("seeds.partition", seed), ("seeds.initialisation", seed), ("seeds.training", seed),
@@ -107,9 +103,10 @@ def teach(seed: int, options: argparse.Namespace, data: Any) -> float:
     )
 
 
-def measure(cell: Cell, options: argparse.Namespace, data: Any, deadline: float) -> dict[str, Any] | None:
+def measure(cell: Cell, options: argparse.Namespace, data: Any, deadline: float) -> Record | None:
     """One run, or None if the time is over before it is finished."""
     method, alpha, seed = cell
+    teacher = teach(seed, options, data)
     folder = options.runs / f"{method.replace(', ', '-')}-{alpha}-{seed}"
     try:
         result = run(recipe_of(cell, options), folder, data=data, resume=True, deadline=deadline)
@@ -124,7 +121,7 @@ def measure(cell: Cell, options: argparse.Namespace, data: Any, deadline: float)
         if event["event"] == "client":
             spread.setdefault(event["epoch"] // epochs, []).append(event["accuracy"])
     return {
-        "method": method, "alpha": alpha, "seed": seed, "digest": result.partition, "accuracy": result.rules["average"],
+        "digest": result.partition, "teacher": teacher, "accuracy": result.rules["average"],
         "clients": dict(result.clients), "bytes_up": told["bytes_up"], "bytes_down": told["bytes_down"],
         "rounds": [
             {"round": event["epoch"] // epochs, **{key: event[key] for key in ("accuracy", "top5", "loss", "elapsed", "validation") if key in event}}
@@ -138,28 +135,24 @@ def measure(cell: Cell, options: argparse.Namespace, data: Any, deadline: float)
     }  # fmt: skip
 
 
-def render(record: dict[str, Any]) -> str:
-    """The record as a page of Markdown."""
-    cells, where = record["cells"], record["environment"]
+def page(record: Record) -> list[str]:
+    cells = record["cells"]
+    teachers = {cell["seed"]: cell["teacher"] for cell in cells}
     lines = [
         f"# MergeNet on {record['data']}\n",
         f"{record['student']} learns from {record['teacher']}; {record['clients']} clients, {record['rounds']} rounds of {record['epochs']} local epoch(s), "
         "cosine learning rate. The server keeps a tenth of the images (for the teacher, to teach and to choose by). Test accuracy in % of the last "
         "average, mean ± 95 % interval (each seed: partition, start and shuffles).\n",
-        "The teacher alone: " + ", ".join(f"{100 * value:.1f} (seed {seed})" for seed, value in record["teachers"].items()) + "\n",
+        "The teacher alone: " + ", ".join(f"{100 * value:.1f} (seed {seed})" for seed, value in sorted(teachers.items())) + "\n",
     ]  # fmt: skip
     for alpha in dict.fromkeys(cell["alpha"] for cell in cells):
         here = [cell for cell in cells if cell["alpha"] == alpha]
         lines += [f"## α = {alpha}\n", *_table(here, record["rounds"]), ""]
     lines += ["## The four questions of seed 003\n", *_answers(cells), ""]
-    lines += [
-        f"- device: {where['device']}; torch {where['packages']['torch']}; commits {', '.join(sorted({str(cell['commit']) for cell in cells}))}",
-        f"- command: `python benchmarks/mergenet.py {record['arguments']}`",
-    ]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
-def _table(cells: list[dict[str, Any]], rounds: int) -> list[str]:
+def _table(cells: list[Record], rounds: int) -> list[str]:
     base = {cell["seed"]: cell for cell in cells if cell["method"] == "fedavg"}
     reached = [f"rounds (s) to {100 * threshold:.0f} %" for threshold in THRESHOLDS]
     heads = [
@@ -181,8 +174,8 @@ def _table(cells: list[dict[str, Any]], rounds: int) -> list[str]:
         both = [(cell, base[cell["seed"]]) for cell in mine if cell["seed"] in base and method != "fedavg"]
         against = _difference(both)
         lines.append("| " + " | ".join([
-            method, _words([100 * cell["accuracy"] for cell in mine]), against,
-            _words([100 * max(each["accuracy"] for each in cell["rounds"]) for cell in mine]),
+            method, in_words([100 * cell["accuracy"] for cell in mine]), against,
+            in_words([100 * max(each["accuracy"] for each in cell["rounds"]) for cell in mine]),
             f"{statistics.mean(100 * each['top5'] for each in last):.1f}", f"{statistics.mean(each['loss'] for each in last):.3f}",
             *(_reached(mine, threshold) for threshold in THRESHOLDS),
             f"{100 * statistics.mean(list(cell['clients_spread'].values())[-1] for cell in mine):.1f}",
@@ -192,7 +185,7 @@ def _table(cells: list[dict[str, Any]], rounds: int) -> list[str]:
     return lines
 
 
-def _reached(cells: list[dict[str, Any]], threshold: float) -> str:
+def _reached(cells: list[Record], threshold: float) -> str:
     """First round (and second) at which the average is that good; how many seeds got there, if not all."""
     first = [next((each for each in cell["rounds"] if each["accuracy"] >= threshold), None) for cell in cells]
     there = [each for each in first if each is not None]
@@ -202,7 +195,7 @@ def _reached(cells: list[dict[str, Any]], threshold: float) -> str:
     return words if len(there) == len(cells) else f"{words}, {len(there)} of {len(cells)}"
 
 
-def _difference(both: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+def _difference(both: list[tuple[Record, Record]]) -> str:
     mine, theirs = [100 * one["accuracy"] for one, _ in both], [100 * other["accuracy"] for _, other in both]
     if not both:
         return ""
@@ -211,7 +204,7 @@ def _difference(both: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
     return difference_in_words(paired(mine, theirs))
 
 
-def _answers(cells: list[dict[str, Any]]) -> list[str]:
+def _answers(cells: list[Record]) -> list[str]:
     """The questions in order, each with the differences that answer it, α by α."""
     questions = {
         "1. Does MergeNet work together with federated learning? Fused minus plain averaging": ("fused", "fedavg"),
@@ -239,7 +232,7 @@ def _answers(cells: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _fair(cell: dict[str, Any]) -> dict[str, Any]:
+def _fair(cell: Record) -> Record:
     """A cell whose accuracy is that of the mean client, where nothing is exchanged."""
     if cell["method"] != "alone":
         return cell
@@ -250,18 +243,8 @@ def _fair(cell: dict[str, Any]) -> dict[str, Any]:
     return {**cell, "accuracy": statistics.mean(cell["clients"].values()), "rounds": rounds}
 
 
-def _words(values: list[float]) -> str:
-    found = Summary(tuple(values))
-    margin = f" ± {found.margin:.1f}" if found.margin is not None else ""
-    return f"{found.mean:.1f}{margin}" + (
-        f" ({' '.join(f'{value:.1f}' for value in values)})" if len(values) > 1 else ""
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="cifar10")
-    parser.add_argument("--data-dir")
+    parser = arguments(__doc__, "mergenet")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
     parser.add_argument(
         "--alphas", type=float, nargs="+", default=[0.5, 10.0, 100.0], help="all seeds on the first, one on the others"
@@ -273,26 +256,14 @@ def main() -> None:
     parser.add_argument("--student", type=json.loads, default="mobilenet-v2", help="an encoder, as JSON")
     parser.add_argument("--teacher", type=json.loads, default="resnet50", help="an encoder, as JSON")
     parser.add_argument("--teacher-epochs", type=int, default=30)
-    parser.add_argument("--minutes", type=float, default=600, help="stop after so long; what is done is kept")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
-    parser.add_argument("--runs", type=Path, default=Path("runs/mergenet"))
-    parser.add_argument("--out", type=Path, default=Path("results/cifar10_mergenet"))
-    parser.add_argument("--render", type=Path, metavar="RECORD.json", help="only make the page of a record again")
     options = parser.parse_args()
     if options.render:
-        options.render.with_suffix(".md").write_text(render(json.loads(options.render.read_text())))
+        render(options.render, page)
         return
-    deadline = time.time() + 60 * options.minutes
-    place = options.out.with_suffix(".json")
-    known = json.loads(place.read_text()) if place.exists() else {"cells": [], "teachers": {}}
-    found = {(cell["method"], cell["alpha"], cell["seed"]): cell for cell in known["cells"]}
     setting = {
         "data": options.data, "student": _name(options.student), "teacher": _name(options.teacher), "clients": options.clients,
         "rounds": options.rounds, "epochs": options.epochs,
     }  # fmt: skip
-    if any(known.get(key, value) != value for key, value in setting.items()):
-        sys.exit(f"{place}: holds runs of another setting; choose another --out")
-    here = environment(choose_device("auto"))
     data = load_dataset(load("fedavg", [("data.kind", options.data)]).data, options.data_dir)
     once = [method for method in ("alone", "pooled", "single", "fused, unscaled") if method in options.methods]
     many = [method for method in ("fused", "fedavg", "taught") if method in options.methods]
@@ -300,39 +271,12 @@ def main() -> None:
     cells: list[Cell] = [(method, first, seed) for seed in options.seeds for method in many]
     cells += [(method, alpha, options.seeds[0]) for alpha in others for method in many]
     cells += [(method, first, options.seeds[0]) for method in once]
-    for cell in cells:
-        if cell in found or time.time() >= deadline:
-            continue
-        if str(cell[2]) not in known["teachers"] or not teachers_file(cell[2], options).is_file():
-            known["teachers"][str(cell[2])] = teach(cell[2], options, data)
-            print(f"teacher of seed {cell[2]}: {100 * known['teachers'][str(cell[2])]:.1f} %", flush=True)
-        done = measure(cell, options, data, deadline)
-        if done is None:
-            break
-        found[cell] = {**done, "commit": here["commit"]}
-        print(
-            f"{cell[0]}, α {cell[1]}, seed {cell[2]}: {100 * done['accuracy']:.1f} % ({done['seconds']:.0f} s)",
-            flush=True,
-        )
-        record = {
-            **setting, "teachers": known["teachers"], "cells": list(found.values()),
-            "environment": here, "arguments": _asked(),
-        }  # fmt: skip
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(json.dumps(record, ensure_ascii=False) + "\n")
-        options.out.with_suffix(".md").write_text(render(record))
-    print(f"{len(found)} of {len(cells)} runs; {options.out.with_suffix('.md')}")
+    study = Study(options, ("method", "alpha", "seed"), setting, page)
+    study.go_on(cells, lambda cell, deadline: measure(cell, options, data, deadline), in_brief)
 
 
-def _asked() -> str:
-    """The command line, without where things lie."""
-    words, kept = iter(sys.argv[1:]), []
-    for word in words:
-        if word in ("--data-dir", "--runs", "--out", "--minutes"):
-            next(words, None)
-        else:
-            kept.append(word)
-    return shlex.join(kept)
+def in_brief(done: Record) -> str:
+    return f"{100 * done['accuracy']:.1f} %, its teacher {100 * done['teacher']:.1f} % ({done['seconds']:.0f} s)"
 
 
 def _name(encoder: Any) -> str:

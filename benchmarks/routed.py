@@ -13,26 +13,21 @@ and what OUT.json holds is kept.
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from pathlib import Path
-from typing import Any
 
 from oneround.errors import OutOfTime
-from oneround.observe.environment import environment
-from oneround.observe.statistics import Summary, paired
+from oneround.observe.statistics import paired
 from oneround.observe.tables import difference_in_words
 from oneround.reading import load, parse_override
 from oneround.runs import Result
 from oneround.simulate import run
-from oneround.site import choose_device
+from study import Cell, Record, Study, arguments, in_words, render
 
 EXPERTS = {"fafi": "routed", "entropy-λ": "routed-entropy", "cross-entropy": "routed-ce"}
 ROUTED = ("routed", "routed posterior=typicality")
 ALONE = ("ridge", "iffi", "typicality-gated")
 
 
-def measure(cell: tuple[float, str, int], options: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
+def measure(cell: Cell, options: argparse.Namespace, deadline: float) -> Record | None:
     """One run, or None if the time is over before it is finished."""
     alpha, experts, seed = cell
     seeds = [(f"seeds.{kind}", seed) for kind in ("partition", "initialisation", "training")]
@@ -47,7 +42,7 @@ def measure(cell: tuple[float, str, int], options: argparse.Namespace, deadline:
     except OutOfTime:
         return None
     return {
-        "alpha": alpha, "experts": experts, "partition": seed, "digest": result.partition, "rules": dict(result.rules),
+        "digest": result.partition, "rules": dict(result.rules),
         "clients": dict(result.clients), "curves": {name: dict(curve) for name, curve in result.curves.items()},
         "validation": {name: dict(curve) for name, curve in result.validation.items()},
         "chosen": _chosen(result), "remarks": list(result.remarks),
@@ -59,9 +54,8 @@ def _chosen(result: Result) -> dict[str, float]:
     return {rule: result.curves[rule][epoch] for rule, epoch in result.chosen.items()}
 
 
-def render(record: dict[str, Any]) -> str:
-    """The record as a page of Markdown."""
-    cells, where = record["cells"], record["environment"]
+def page(record: Record) -> list[str]:
+    cells = record["cells"]
     lines = [
         f"# Experts routed by the ridge, on {record['data']}\n",
         f"Test accuracy in % after {record['epochs']} local epochs, five clients, mean ± 95 % interval (each partition); differences are",
@@ -72,14 +66,10 @@ def render(record: dict[str, Any]) -> str:
             mine = [cell for cell in cells if (cell["alpha"], cell["experts"]) == (alpha, experts)]
             seeds = ", ".join(str(cell["partition"]) for cell in mine)
             lines += [f"## α = {alpha}, experts: {experts}, partitions {seeds}\n", *_table(mine), ""]
-    lines += [
-        f"- device: {where['device']}; torch {where['packages']['torch']}; commits {', '.join(sorted({str(cell['commit']) for cell in cells}))}",
-        f"- command: `python benchmarks/routed.py {record['arguments']}`",
-    ]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
-def _table(cells: list[dict[str, Any]]) -> list[str]:
+def _table(cells: list[Record]) -> list[str]:
     lines = [
         "| rule | accuracy | at the snapshot validation chose | "
         + " | ".join(f"minus {rule}" for rule in ALONE)
@@ -88,7 +78,7 @@ def _table(cells: list[dict[str, Any]]) -> list[str]:
     ]
     for rule in (*ROUTED, *ALONE):
         values = [100 * cell["rules"][rule] for cell in cells]
-        row = [rule, _words(values), _words([100 * cell["chosen"][rule] for cell in cells])]
+        row = [rule, in_words(values), in_words([100 * cell["chosen"][rule] for cell in cells])]
         for base in ALONE:
             theirs = [100 * cell["rules"][base] for cell in cells]
             row.append(difference_in_words(paired(values, theirs)) if base != rule and len(values) > 1 else "")
@@ -96,53 +86,23 @@ def _table(cells: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _words(values: list[float]) -> str:
-    found = Summary(tuple(values))
-    margin = f" ± {found.margin:.1f}" if found.margin is not None else ""
-    return f"{found.mean:.1f}{margin} ({' '.join(f'{value:.1f}' for value in values)})"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="cifar10")
-    parser.add_argument("--data-dir")
+    parser = arguments(__doc__, "routed")
     parser.add_argument("--alphas", type=float, nargs="+", default=[0.05, 0.1, 0.5])
     parser.add_argument("--experts", nargs="+", choices=EXPERTS, default=list(EXPERTS), metavar="NAME")
     parser.add_argument("--partitions", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--epochs", type=int, default=50)
-    parser.add_argument("--minutes", type=float, default=600, help="stop after so long; what is done is kept")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
-    parser.add_argument("--runs", type=Path, default=Path("runs/routed"))
-    parser.add_argument("--out", type=Path, default=Path("results/cifar10_routed"))
-    parser.add_argument("--render", type=Path, metavar="RECORD.json", help="only make the page of a record again")
     options = parser.parse_args()
     if options.render:
-        options.render.with_suffix(".md").write_text(render(json.loads(options.render.read_text())))
+        render(options.render, page)
         return
-    deadline = time.time() + 60 * options.minutes
-    place = options.out.with_suffix(".json")
-    kept = json.loads(place.read_text())["cells"] if place.exists() else []
-    found = {(cell["alpha"], cell["experts"], cell["partition"]): cell for cell in kept}
-    here = environment(choose_device("auto"))
-    words = [f"--data {options.data}", f"--epochs {options.epochs}", *(f"--set {text}" for text in options.sets)]
     cells = [(a, e, s) for e in options.experts for a in options.alphas for s in options.partitions]
-    for cell in cells:
-        if cell in found or time.time() >= deadline:
-            continue
-        done = measure(cell, options, deadline)
-        if done is None:
-            break
-        found[cell] = {**done, "commit": here["commit"]}
-        shown = ", ".join(f"{name} {100 * value:.1f}" for name, value in done["rules"].items())
-        print(f"α {cell[0]}, {cell[1]}, partition {cell[2]}: {shown}", flush=True)
-        record = {
-            "data": options.data, "epochs": options.epochs, "cells": list(found.values()), "environment": here,
-            "arguments": " ".join(words),
-        }  # fmt: skip
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(json.dumps(record, ensure_ascii=False) + "\n")
-        options.out.with_suffix(".md").write_text(render(record))
-    print(f"{len(found)} of {len(cells)} runs; {options.out.with_suffix('.md')}")
+    study = Study(options, ("alpha", "experts", "partition"), {"data": options.data, "epochs": options.epochs}, page)
+    study.go_on(cells, lambda cell, deadline: measure(cell, options, deadline), in_brief)
+
+
+def in_brief(done: Record) -> str:
+    return ", ".join(f"{name} {100 * value:.1f}" for name, value in done["rules"].items())
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from oneround.simulate import run
 from oneround.site import Site
 
 torch.set_num_threads(1)
+os.environ.setdefault("ONEROUND_COMMIT", "under test")  # whatever somebody edits meanwhile
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start: tests run side by side, one for a core
 
 

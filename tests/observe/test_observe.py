@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from scipy import stats
 
 from conftest import small_recipe
 from oneround.data import Dataset
+from oneround.observe import environment
 from oneround.observe.log import MetricsLog
 from oneround.observe.progress import Live
 from oneround.observe.statistics import Summary, paired
@@ -120,3 +122,29 @@ def test_metrics_go_to_tensorboard_and_mlflow_too(
         and kept.data.params["method"] == "fafi"
     )
     assert [entry.step for entry in client.get_metric_history(kept.info.run_id, "client_000/loss")] == [1, 2]
+
+
+def test_the_commit_is_that_of_the_checkout_marked_when_files_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "src"
+    package.mkdir()
+    (package / "environment.py").write_text("one\n")
+    monkeypatch.setattr(environment, "__file__", str(package / "environment.py"))
+    monkeypatch.delenv("ONEROUND_COMMIT", raising=False)
+    assert environment.commit() is None  # no checkout
+
+    def git(*words: str) -> str:
+        named = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *named, *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    git("init")
+    git("add", "-A")
+    git("commit", "-m", "one")
+    known = git("rev-parse", "HEAD")[:12]
+    (package / "new.py").write_text("untracked\n")
+    assert environment.commit() == known
+    (package / "environment.py").write_text("two\n")
+    assert environment.commit() == f"{known}-dirty"
+    monkeypatch.setenv("ONEROUND_COMMIT", "told")
+    assert environment.commit() == "told"

@@ -44,13 +44,19 @@ def commit() -> str | None:
     if "ONEROUND_COMMIT" in os.environ:
         return os.environ["ONEROUND_COMMIT"]
     try:
-        told = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"],
-            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5, check=True,
-        )  # fmt: skip
+        known, changed = _git("rev-parse", "--short=12", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return None
-    return told.stdout.strip() or None
+    return known + "-dirty" * bool(changed)
+
+
+def _git(*words: str) -> str:
+    """What git says of the checkout this package lies in; it takes no lock there, so that it can be killed."""
+    asked = ["git", "--no-optional-locks", *words]
+    told = subprocess.run(
+        asked, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5, check=True
+    ).stdout
+    return told.strip()
 
 
 def _processor() -> str:
