@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -176,7 +175,7 @@ def _table(cells: list[Record], rounds: int) -> list[str]:
         lines.append("| " + " | ".join([
             method, in_words([100 * cell["accuracy"] for cell in mine]), against,
             in_words([100 * max(each["accuracy"] for each in cell["rounds"]) for cell in mine]),
-            f"{statistics.mean(100 * each['top5'] for each in last):.1f}", f"{statistics.mean(each['loss'] for each in last):.3f}",
+            *(("–", "–") if method == "alone" else (f"{statistics.mean(100 * each['top5'] for each in last):.1f}", f"{statistics.mean(each['loss'] for each in last):.3f}")),
             *(_reached(mine, threshold) for threshold in THRESHOLDS),
             f"{100 * statistics.mean(list(cell['clients_spread'].values())[-1] for cell in mine):.1f}",
             f"{statistics.mean(cell['bytes_up'] + cell['bytes_down'] for cell in mine) / 1e6 / rounds:.0f}" if method not in ("pooled", "single", "alone") else "–",
@@ -237,7 +236,7 @@ def _fair(cell: Record) -> Record:
     if cell["method"] != "alone":
         return cell
     rounds = [
-        {**each, "accuracy": cell["clients_mean"][str(each["round"])], "top5": math.nan, "loss": math.nan}
+        {"round": each["round"], "elapsed": each["elapsed"], "accuracy": cell["clients_mean"][str(each["round"])]}
         for each in cell["rounds"]
     ]
     return {**cell, "accuracy": statistics.mean(cell["clients"].values()), "rounds": rounds}

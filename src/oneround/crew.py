@@ -17,6 +17,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class Crew:
 
     def __enter__(self) -> Crew:
         if self.size > 1:
-            processes = forked_from(__name__)
+            processes = load_workers()
             self._events = processes.SimpleQueue()
             shared = Images(self.data.pixels.share_memory_(), self.data.labels.share_memory_())
             self._pool = ProcessPoolExecutor(self.size, processes, initializer=_begin, initargs=(shared, self._events))
@@ -105,10 +106,19 @@ class Crew:
         return done
 
 
+def load_workers() -> ForkServerContext:
+    """Begin to load what workers are forked from, so that it is there when they are needed."""
+    processes = forked_from(__name__)
+    forkserver.ensure_running()
+    return processes
+
+
 def forked_from(*modules: str) -> ForkServerContext:
     """Processes that begin with these modules in place: they and PyTorch are loaded once, not once for each process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(modules))
+    context.set_forkserver_preload(
+        [*modules, "torch._dynamo"]
+    )  # PyTorch's optimisers load it, otherwise in every process
     return context
 
 

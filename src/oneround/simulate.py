@@ -1,9 +1,9 @@
 """The in-process transport: all clients on this machine.
 
 Epoch-major: all clients train to the next snapshot, the uploads-so-far are fused and scored, then on. With several rounds, the
-end of each is a snapshot, and what was fused there is broadcast again. Idle clients live on disk, scoring holds one network at a time, so memory does not grow with the number of clients. A run can be killed at any
-moment and resumed: uploads and states are replaced whole, the log says which snapshots are done, everything else follows
-from seeds.
+end of each is a snapshot, and what was fused there is broadcast again. Idle clients live on disk, scoring holds one network at
+a time, so memory does not grow with the number of clients. A run can be killed at any moment and resumed: uploads and states
+are replaced whole, the log says which snapshots are done, everything else follows from seeds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from oneround import acts
 from oneround.closing import Facts, finish, logging_to, record
-from oneround.crew import Crew, crew_size
+from oneround.crew import Crew, crew_size, load_workers
 from oneround.data import Dataset, load_dataset
 from oneround.errors import Interrupted, OutOfTime, ProtocolError, RecipeError, RunError
 from oneround.evaluate import Score, score_uploads
@@ -62,13 +62,15 @@ def run(
     announcement = {"event": "plan", "lines": plan.lines(), "steps": plan.steps, "epochs": plan.recipe.epochs}
     with place.locked(), logging_to(folder):
         begun = _begun(place, plan)
+        size = crew_size(plan.recipe.local, plan.traffic.parameters, len(plan.clients))
+        if crew is None and size > 1 and not place.result.exists():
+            load_workers()
         emit(announcement)
         if not begun:
             _begin(place, plan, emit)
         if not place.result.exists():
             if begun:
                 _mend_broadcast(place, plan, emit)
-            size = crew_size(plan.recipe.local, plan.traffic.parameters, len(plan.clients))
             try:
                 with (
                     opened(recipe, folder) as sinks,

@@ -68,7 +68,8 @@ class Site:
             yield
         finally:
             torch.set_num_threads(before[0])
-            torch.use_deterministic_algorithms(before[1])
+            if self.local.deterministic:  # not for nothing: the call loads PyTorch's compiler, which takes a second
+                torch.use_deterministic_algorithms(before[1])
             torch.backends.cudnn.benchmark = before[2]
 
 
