@@ -141,7 +141,7 @@ def test_numbers_are_those_of_the_result(folder: Path) -> None:
         assert page.rows(name, f"{100 * score['accuracy']:.2f}", *shown)
     matrices = [_matrix(table) for table in page.tables if table[0][0].startswith("image shows")]
     assert matrices == [told["rules"]["iffi"]["confusion"], *(score["confusion"] for score in told["clients"].values())]
-    assert page.row("down (broadcast)")[1] == f"{told['bytes_down']:,}"
+    assert page.row("down (broadcasts)")[1] == f"{told['bytes_down']:,}"
     assert page.row("up (uploads)")[1] == f"{told['bytes_up']:,}"
     counts = json.loads((folder / "partition.json").read_text())["class_counts"]
     for number, row in enumerate(counts):

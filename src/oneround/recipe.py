@@ -129,9 +129,11 @@ class Federated(Strict):
         self._check_rounds()
         if self.model.head == "linear":
             self._check_linear()
-        if len(self.objective.stages) > self.training.epochs:
+        shortest = sum(stage.epochs or 1 for stage in self.objective.stages)
+        if shortest > self.training.epochs:
             raise ValueError(
-                f"training.epochs = {self.training.epochs}: must be ≥ {len(self.objective.stages)}, one for each stage"
+                f"training.epochs = {self.training.epochs}: must be ≥ {shortest}, as many as objective.stages name and one for each "
+                "that names none"
             )
         for name, term in self.objective.terms.items():
             needed = getattr(term, "needs", "")

@@ -103,7 +103,11 @@ def test_stages_over_all_epochs() -> None:
         ({"objective.stages.0.share": None}, "give share or epochs, one of both"),
         ({"objective.stages.1.share": 0.5}, "the last stage takes the rest"),
         ({"objective.stages.0.terms": {"bank-contrastive": 0.0}}, "no term counts"),
-        ({"training.epochs": 1}, "must be ≥ 2, one for each stage"),
+        ({"training.epochs": 1}, "must be ≥ 2, as many as objective.stages name"),
+        (
+            {"training.epochs": 10, "objective.stages.0": {"epochs": 10, "terms": {"bank-contrastive": 1.0}}},
+            "training.epochs = 10: must be ≥ 11",
+        ),
         ({"objective.stages.7.share": 0.5}, "'7' is no place in a list of 2; use 0 to 1"),
         ({"bank": None}, "needs bank"),
         ({"public": 0.0}, "its features come from public images"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import shutil
 import sys
@@ -25,6 +26,7 @@ from oneround.models.prototype import initialise
 from oneround.observe.log import MetricsLog
 from oneround.protocol import Broadcast, GlobalModel, blob
 from oneround.recipe import Recipe
+from oneround.report import report
 from oneround.simulate import run
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "federate"))
@@ -64,6 +66,20 @@ def test_the_adapter_fuses_learns_and_tells(digits: Dataset, tmp_path: Path) -> 
     assert all(told[number]["adapter_moved"] > 0 for number in (3, 4))  # the first lesson is after the first fusion
     ours, plain = result.curves["mergenet teacher.encoder=cnn width=8 teacher.epochs=2 adapter.width=8 adapter.heads=2 adapter.layers=1"], result.curves["average"]  # fmt: skip
     assert ours[1] == plain[1] and ours[4] == plain[4] and ours[2] != plain[2]
+
+
+def test_the_report_tells_round_by_round_what_was_sent_and_why(digits: Dataset, tmp_path: Path) -> None:
+    run(federated(more={"accept_if": 0.0}), tmp_path / "run", data=digits)
+    events = {event["round"]: event for event in fusions(tmp_path / "run")}
+    page = html.unescape(report([tmp_path / "run"]))
+    between = page.partition('id="rounds"')[2].partition("<section")[0]
+    for number, event in events.items():
+        assert (f'<td class="words">{event["reason"]}</td>' if event.get("reason") else f">{number}</th>") in between
+        if "error" in event:
+            assert f"{event['error']:.4g}" in between
+    assert "1 in each of 4 rounds" in page and "4 rounds, 3 clients" in page
+    told = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert f"{round(told['bytes_up'] / 4):,}" in page.partition('id="traffic"')[2]
 
 
 def test_switched_off_it_is_plain_averaging(digits: Dataset, tmp_path: Path) -> None:

@@ -80,3 +80,16 @@ def facts(pairs: Iterable[tuple[str, str]], class_: str = "facts") -> Html:
 def notes(texts: Iterable[str]) -> Html:
     told = [tag("li", text) for text in texts]
     return tag("ul", *told, class_="notes") if told else Html("")
+
+
+def charts(drawn: Sequence[Html], *, small: bool = False) -> Html:
+    return tag("div", *drawn, class_="charts small" if small else "charts") if drawn else Html("")
+
+
+def score(value: object) -> str:
+    """Accuracy in percent, as tables show it."""
+    return f"{value:.2f}" if isinstance(value, float) else "–"
+
+
+def aside(text: str) -> Html:
+    return tag("p", text, class_="aside")

@@ -14,9 +14,10 @@ from oneround.layouts import methods_sheet
 from oneround.observe.diagnosis import SEVERITIES
 from oneround.observe.statistics import Summary
 from oneround.report.charts import Bar, Series, bar_chart, line_chart
-from oneround.report.markup import Html, folded, notes, table, tag, together
+from oneround.report.epochs import EPOCHS
+from oneround.report.markup import Html, aside, charts, folded, notes, score, table, tag, together
 from oneround.report.record import Record, find_folders, read
-from oneround.report.sections import EPOCHS, Section, aside, charts, final, score, sections, state
+from oneround.report.sections import Section, sections, state
 
 RUNS = 6  # of a sweep told in full; of more, the first partition of each method
 MOST = 12
@@ -202,7 +203,7 @@ def _cells(records: Sequence[Record], paths: Sequence[Path]) -> Html:
     """Every run on a line, those not finished among them."""
     rows = []
     for record in records:
-        rules, alone = final(record)
+        rules, alone = record.final()
         recipe, seeds = record.recipe, record.recipe.seeds
         upto = "finished" if record.finished else f"epoch {record.reached} of {recipe.epochs}"
         rows.append([
@@ -225,7 +226,7 @@ def _chosen(records: Sequence[Record]) -> list[Record]:
 
 
 def _run(record: Record, prefix: str) -> Html:
-    rules, _ = final(record)
+    rules, _ = record.final()
     shown = f": {record.rule} {score(rules[record.rule])} %" if record.rule in rules else ""
     summary = f"{record.title}, {_subtitle(record)}{shown}"
     inside = [tag("h3", summary), state(record), *(_section(each, 4, prefix) for each in sections(record))]

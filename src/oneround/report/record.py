@@ -15,6 +15,7 @@ from oneround.observe.sound import is_number
 from oneround.protocol import blob
 from oneround.recipe import Recipe
 
+CLIENTS = 8  # drawn one by one; of more, those with most samples
 Trace = dict[str, dict[int, float | None]]
 """Client → epoch → value."""
 
@@ -38,6 +39,8 @@ class Record:
     """Client → epoch → accuracy in percent."""
     stopped: tuple[str, ...]
     """Why clients ended before their time."""
+    fusions: Mapping[str, dict[int, dict[str, Any]]]
+    """Rule → round → what a rule that acts between rounds told."""
 
     @property
     def title(self) -> str:
@@ -56,6 +59,15 @@ class Record:
     def rule(self) -> str:
         """The rule that makes the model."""
         return next(iter((self.result or {}).get("rules", self.curves)), self.recipe.fusion[0].label)
+
+    def final(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Accuracy in percent of rules and of clients alone, from the result or, before there is one, from the last snapshot."""
+        if self.result is None:
+            return _last(self.curves), _last(self.alone)
+        rules, clients = (
+            {name: 100 * each["accuracy"] for name, each in self.result[key].items()} for key in ("rules", "clients")
+        )
+        return rules, clients
 
     @cached_property
     def counts(self) -> dict[str, list[int]]:
@@ -95,6 +107,11 @@ class Record:
         return found
 
 
+def _last(trace: Trace) -> dict[str, float]:
+    ends = {name: values[max(values)] for name, values in trace.items()}
+    return {name: value for name, value in ends.items() if value is not None}
+
+
 def is_run(folder: Path) -> bool:
     return (folder / "recipe.yaml").is_file()
 
@@ -125,6 +142,7 @@ def read(folder: Path) -> Record:
     curves: Trace = {}
     alone: Trace = {}
     stopped: list[str] = []
+    fusions: dict[str, dict[int, dict[str, Any]]] = {}
     for manifest in _uploads(place) if result is None else ():  # ahead of the log, which is written at snapshots
         stopped += [str(manifest["stopped"])] if manifest.get("stopped") else []
         for entry in manifest.get("history", []):
@@ -136,12 +154,15 @@ def read(folder: Path) -> Record:
             curves.setdefault(event["rule"], {})[event["epoch"]] = 100 * event["accuracy"]
         elif event.get("event") == "client":
             alone.setdefault(event["client"], {})[event["epoch"]] = 100 * event["accuracy"]
+        elif event.get("event") == "fusion":
+            told = {key: value for key, value in event.items() if key not in ("event", "epoch", "rule")}
+            fusions.setdefault(event["rule"], {})[event["epoch"] // recipe.training.epochs] = told
     names = _class_names(place)
     partition = place.read_partition(len(names) or None)
     names = names or tuple(map(str, range(len(partition.get("class_counts", [[]])[0]))))
     return Record(
         folder, recipe, partition, names, place.read_environment(), result,
-        {client: epochs[client] for client in sorted(epochs)}, curves, alone, tuple(stopped),
+        {client: epochs[client] for client in sorted(epochs)}, curves, alone, tuple(stopped), fusions,
     )  # fmt: skip
 
 

@@ -13,15 +13,14 @@ from oneround.observe.diagnosis import Finding
 from oneround.observe.words import duration, size_in_words
 from oneround.reading import presets
 from oneround.report.again import command
-from oneround.report.charts import Bar, Series, bar_chart, heat_map, line_chart
-from oneround.report.markup import Html, facts, folded, notes, number, percent, table, tag, together
-from oneround.report.record import Record, Trace
+from oneround.report.charts import Bar, bar_chart, heat_map
+from oneround.report.classes import classes
+from oneround.report.epochs import accuracy, alignment, cosines, losses, rounds
+from oneround.report.markup import Html, aside, charts, facts, folded, notes, number, score, table, tag, together
+from oneround.report.record import Record
 
-CLIENTS = 8  # drawn one by one; of more, those with most samples
-CLASSES = 40  # beyond that, confusion is drawn for the fused model only
 FINDINGS = 12  # shown at once
 RULES, MODELS = 0, 5  # colours of bars
-EPOCHS = "local epochs"
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ def sections(record: Record) -> list[Section]:
         ("mixes", "On each client's own mix of classes", mixes),
         ("partition", "Who holds what", partition),
         ("accuracy", "Accuracy over local training", accuracy),
+        ("rounds", "Between rounds", rounds),
         ("lambda", "Weight of alignment λ", alignment),
         ("losses", "Loss terms", losses),
         ("gradients", "Gradient cosines", cosines),
@@ -50,19 +50,6 @@ def sections(record: Record) -> list[Section]:
     ]
     told = [Section(name, title, make(record)) for name, title, make in makers]
     return [section for section in told if section.content]
-
-
-def charts(drawn: Sequence[Html], *, small: bool = False) -> Html:
-    return tag("div", *drawn, class_="charts small" if small else "charts") if drawn else Html("")
-
-
-def score(value: object) -> str:
-    """Accuracy in percent, as tables show it."""
-    return f"{value:.2f}" if isinstance(value, float) else "–"
-
-
-def aside(text: str) -> Html:
-    return tag("p", text, class_="aside")
 
 
 # --- what came out ---------------------------------------------------------------------------------------------------
@@ -96,7 +83,12 @@ def result(record: Record) -> Html:
         ("clients", f"{len(record.clients)} with {sum(map(sum, record.counts.values())):,} samples"),
         ("encoder", recipe.model.encoder.label if recipe.model.encoder else "none, nothing is trained"),
         *([("sums of", recipe.sums.features.label)] if recipe.sums else []),
-        ("local epochs", str(recipe.training.epochs)),
+        (
+            "local epochs",
+            f"{recipe.training.epochs} in each of {recipe.rounds} rounds"
+            if recipe.rounds > 1
+            else str(recipe.training.epochs),
+        ),
         ("fusion", ", ".join(rule.label for rule in recipe.fusion)),
     ]
     return charts([facts(known), *_scores(record)])
@@ -104,7 +96,7 @@ def result(record: Record) -> Html:
 
 def _scores(record: Record) -> list[Html]:
     """Test accuracy, from the result or, before there is one, from the last snapshot."""
-    rules, clients = final(record)
+    rules, clients = record.final()
     if not rules:
         return []
     bars = [Bar(name, value, RULES, text=score(value)) for name, value in rules.items()]
@@ -115,21 +107,6 @@ def _scores(record: Record) -> list[Html]:
         bars.append(Bar("mean client alone", mean, MODELS, text=score(mean)))
     when = "" if record.finished else f" after epoch {max(chain(*record.curves.values()))}"
     return [bar_chart(f"Test accuracy of every fusion rule{when}", bars, "test accuracy, %", most=100)]
-
-
-def final(record: Record) -> tuple[dict[str, float], dict[str, float]]:
-    """Accuracy in percent of rules and of clients alone."""
-    if record.result is not None:
-        rules, clients = (
-            {name: 100 * each["accuracy"] for name, each in record.result[key].items()} for key in ("rules", "clients")
-        )
-        return rules, clients
-    return _last(record.curves), _last(record.alone)
-
-
-def _last(trace: Trace) -> dict[str, float]:
-    ends = {name: values[max(values)] for name, values in trace.items()}
-    return {name: value for name, value in ends.items() if value is not None}
 
 
 def mixes(record: Record) -> Html:
@@ -202,7 +179,7 @@ def partition(record: Record) -> Html:
 
 
 def _client_table(record: Record) -> Html:
-    _, alone = final(record)
+    _, alone = record.final()
     rows = []
     for name, row in record.counts.items():
         epochs = record.epochs.get(name, {})
@@ -212,218 +189,24 @@ def _client_table(record: Record) -> Html:
     return table(["client", "samples", "classes", "epochs", "training", "alone, %"], rows, "Clients")
 
 
-# --- over the epochs -------------------------------------------------------------------------------------------------
-
-
-def accuracy(record: Record) -> Html:
-    """Of every rule, and of clients alone, at every snapshot."""
-    if not record.curves:
-        return Html("")
-    rules = [Series(name, values) for name, values in record.curves.items()]
-    drawn = [line_chart("Fused model, by rule", rules, EPOCHS, "test accuracy, %", bounds=(0, 100), shown=score)]
-    if record.alone:
-        lines = by_client(record, record.alone)
-        drawn.append(line_chart("Each client alone", lines, EPOCHS, "test accuracy, %", bounds=(0, 100), shown=score))
-    return together([charts(drawn), left_out(record)])
-
-
-def by_client(record: Record, trace: Trace) -> list[Series]:
-    """A line for each client; with too many, the largest ones and the range of all."""
-    kept = [name for name in record.largest(CLIENTS) if name in trace]
-    lines = [Series(name, trace[name]) for name in kept]
-    if len(kept) < len(trace):
-        lines.append(_range(trace))
-    return lines
-
-
-def _range(trace: Trace) -> Series:
-    epochs = sorted({epoch for values in trace.values() for epoch in values})
-    there = {epoch: [v for values in trace.values() if (v := values.get(epoch)) is not None] for epoch in epochs}
-    low = {epoch: min(values) for epoch, values in there.items() if values}
-    high = {epoch: max(values) for epoch, values in there.items() if values}
-    return Series(f"all {len(trace)} clients", {}, low, high, faint=True)
-
-
-def left_out(record: Record) -> Html:
-    more = len(record.clients) - CLIENTS
-    if more <= 0:
-        return Html("")
-    return aside(f"Drawn one by one: the {CLIENTS} clients with most samples; {more} more are in metrics.jsonl.")
-
-
-def alignment(record: Record) -> Html:
-    """λ before and after the schedule on log axes, s(p), what alignment weighs against the rest, and σ²."""
-    raw, effective, schedule = record.trace("lambda_raw"), record.trace("lambda_effective"), record.trace("s")
-    if not raw:
-        return Html("")
-    same = raw == effective
-    drawn = [line_chart("λ" if same else "Raw λ", by_client(record, raw), EPOCHS, "λ", log=True)]
-    if not same:
-        title = "Effective λ, after schedule and guard"
-        drawn.append(line_chart(title, by_client(record, effective), EPOCHS, "λ", log=True))
-    if schedule:
-        alike = len({tuple(values.items()) for values in schedule.values()}) == 1
-        lines = (
-            [Series("s(p), the same for all clients", next(iter(schedule.values())))]
-            if alike
-            else by_client(record, schedule)
-        )
-        drawn.append(line_chart("Schedule s(p)", lines, EPOCHS, "s(p)", bounds=(0, 1) if _within(schedule) else None))
-    share = _pull(record)
-    if share:
-        title = "Pull of alignment, λ·L_align / L_base"
-        drawn.append(line_chart(title, by_client(record, share), EPOCHS, "ratio", log=True))
-    for key, name in (("sigma_base", "σ² of L_base"), ("sigma_align", "σ² of L_align")):
-        if record.trace(key):
-            drawn.append(line_chart(name, by_client(record, record.trace(key)), EPOCHS, "σ²", log=True))
-    return together([charts(drawn), left_out(record)])
-
-
-def _within(trace: Trace) -> bool:
-    return all(value is not None and 0 <= value <= 1 for values in trace.values() for value in values.values())
-
-
-def _pull(record: Record) -> Trace:
-    found: Trace = {}
-    for client, epochs in record.epochs.items():
-        for epoch, event in epochs.items():
-            base, align, weight = (event.get(key) for key in ("base", "align", "lambda_effective"))
-            if base and align is not None and weight is not None:
-                found.setdefault(client, {})[epoch] = weight * align / base
-    return found
-
-
-def losses(record: Record) -> Html:
-    """Every term of the loss, a chart for each client."""
-    terms = [*record.recipe.objective.terms, "align", "base"]
-    drawn = []
-    for client in (name for name in record.largest(CLIENTS) if name in record.epochs):
-        lines = []
-        for term in terms:
-            values = {
-                epoch: event[term] for epoch, event in record.epochs[client].items() if event.get(term) is not None
-            }
-            if values:
-                lines.append(Series(WORDS.get(term, term), values))
-        if lines:
-            drawn.append(line_chart(f"Loss terms of {client}", lines, EPOCHS, "loss"))
-    return together([charts(drawn, small=True), left_out(record)]) if drawn else Html("")
-
-
-WORDS = {"align": "alignment (before λ)", "base": "L_base, all without alignment"}
-
-
-def cosines(record: Record) -> Html:
-    """Between alignment and the rest by client, and between every two terms, averaged over clients."""
-    drawn = []
-    for place in ("features", "prototypes"):
-        pairs = record.cosines(place)
-        against = pairs.pop("base · alignment", {})
-        if against:
-            title = f"L_base and alignment, at the {place}"
-            drawn.append(_cosine_chart(title, by_client(record, against)))
-        if pairs:
-            lines = [Series(pair, _mean(trace)) for pair, trace in pairs.items()]
-            drawn.append(_cosine_chart(f"Between terms, at the {place} (mean over clients)", lines))
-    if not drawn:
-        return Html("")
-    what = "Cosine between the gradients of two terms: below 0 they undo each other's work, near 1 they want the same."
-    return together([tag("p", what), charts(drawn), left_out(record)])
-
-
-def _cosine_chart(title: str, lines: Sequence[Series]) -> Html:
-    return line_chart(title, lines, EPOCHS, "cosine", bounds=(-1, 1), level=0)
-
-
-def _mean(trace: Trace) -> dict[int, float | None]:
-    epochs = sorted({epoch for values in trace.values() for epoch in values})
-    there = {epoch: [v for values in trace.values() if (v := values.get(epoch)) is not None] for epoch in epochs}
-    return {epoch: sum(values) / len(values) for epoch, values in there.items() if values}
-
-
-# --- classes ---------------------------------------------------------------------------------------------------------
-
-
-def classes(record: Record) -> Html:
-    """Accuracy per class and who is taken for whom: the fused model against each client."""
-    if record.result is None:
-        return Html("")
-    rules, clients = record.result["rules"], record.result["clients"]
-    if any(len(each.get("per_class", ())) != len(record.class_names) for each in (*rules.values(), *clients.values())):
-        return aside("Left out: result.json does not have the classes of the broadcast.")
-    kept = [name for name in record.largest(CLIENTS) if name in clients]
-    models = {record.rule: rules[record.rule], **{name: clients[name] for name in kept}}
-    rows = [[None if share is None else 100 * share for share in each["per_class"]] for each in models.values()]
-    names = [f"fused ({record.rule})", *kept]
-    drawn = [heat_map("Accuracy on each class, %", names, record.class_names, rows, ("model", "class"),
-                      _per_class_words(names, record.class_names, rows), most=100, shown=_whole)]  # fmt: skip
-    every = {**rules, **{name: clients[name] for name in kept}}
-    listed = table(["model", "all", *record.class_names],
-                   [[name, percent(each["accuracy"]), *map(percent, each["per_class"])] for name, each in every.items()],
-                   "Accuracy on each class in %, every rule and client")  # fmt: skip
-    matrices = [(names[0], rules[record.rule]), *((name, clients[name]) for name in kept)]
-    few = matrices if len(record.class_names) <= CLASSES else matrices[:1]
-    squares = [_confusion(f"Confusion of {name}", each["confusion"], record.class_names) for name, each in few]
-    told = (
-        []
-        if few == matrices
-        else [aside(f"With {len(record.class_names)} classes the clients' own matrices are left to result.json.")]
-    )
-    return together(
-        [
-            charts(drawn),
-            folded("Every rule and client, by class", listed),
-            charts(squares, small=True),
-            *told,
-            left_out(record),
-        ]
-    )
-
-
-def _whole(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0f}"
-
-
-def _per_class_words(names: Sequence[str], labels: Sequence[str], rows: Sequence[Sequence[float | None]]) -> str:
-    told = []
-    for name, row in zip(names, rows, strict=True):
-        known = [(value, label) for value, label in zip(row, labels, strict=True) if value is not None]
-        if known:
-            (low, worst), (high, best) = min(known), max(known)
-            told.append(f"{name}: best on {best} ({high:.0f}), worst on {worst} ({low:.0f}).")
-    return "Heat map of test accuracy in percent by model and class. " + " ".join(told)
-
-
-def _confusion(title: str, cells: Sequence[Sequence[int]], labels: Sequence[str]) -> Html:
-    """Rows are what an image shows, columns what the model says; shaded by share of the row."""
-    wrong = sorted(
-        ((count, labels[true], labels[said]) for true, row in enumerate(cells) for said, count in enumerate(row) if count and true != said),
-        key=lambda each: -each[0],
-    )  # fmt: skip
-    worst = "; ".join(f"{true} taken for {said} {count} times" for count, true, said in wrong[:3])
-    right = sum(row[label] for label, row in enumerate(cells))
-    told = f"Confusion matrix: {right:,} of {sum(map(sum, cells)):,} test images right. Most often wrong: {worst or 'nothing'}."
-    data = None
-    if len(labels) > 20:
-        rows = [[true, said, str(count)] for count, true, said in wrong[:30]]
-        data = table(["image shows", "model says", "times"], rows, f"{title}: what is wrong most often", words=(1,))
-    return heat_map(title, labels, labels, cells, ("image shows", "model says"), told, by_row=True, data=data)
-
-
 # --- what it took ----------------------------------------------------------------------------------------------------
 
 
 def traffic(record: Record) -> Html:
-    """Bytes that crossed the network: one broadcast and one upload for each client."""
+    """Bytes that crossed the network, by client; with several rounds, of all of them."""
     if record.result is None or "bytes_down" not in record.result:
         return Html("")
-    down, up, count = record.result["bytes_down"], record.result["bytes_up"], max(len(record.result["uploads"]), 1)
+    down, up, rounds = record.result["bytes_down"], record.result["bytes_up"], record.recipe.rounds
+    by_client = record.result.get("traffic") or record.result["uploads"]
+    count = max(len(by_client), 1)
     bars = [Bar(name, value / 1e6, RULES, text=size_in_words(value)) for name, value in (("down", down), ("up", up))]
+    shares = {"per client": count} | ({"per round": rounds} if rounds > 1 else {})
     rows = [
-        [name, number(value), number(round(value / count)), size_in_words(value)]
-        for name, value in (("down (broadcast)", down), ("up (uploads)", up), ("both", down + up))
+        [name, number(value), *(number(round(value / share)) for share in shares.values()), size_in_words(value)]
+        for name, value in (("down (broadcasts)", down), ("up (uploads)", up), ("both", down + up))
     ]
-    listed = table(["", "bytes", "per client", "in words"], rows, f"One round, {count} clients")
+    told = f"{f'{rounds} rounds' if rounds > 1 else 'One round'}, {count} clients"
+    listed = table(["", "bytes", *shares, "in words"], rows, told)
     return charts([bar_chart("Bytes across the network, all clients", bars, "MB"), tag("div", listed)])
 
 
