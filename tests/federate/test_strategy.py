@@ -12,6 +12,7 @@ import torch
 from flwr.app import ArrayRecord
 from inprocess import InProcess
 
+from oneround.errors import RecipeError
 from oneround.federate.strategy import MergeNet
 from oneround.mergenet import Merger
 
@@ -73,3 +74,11 @@ def test_what_is_not_finite_is_not_sent(example: ModuleType, monkeypatch: pytest
 def test_numbers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="every = 0"):
         MergeNet({}, [("a", "b")], every=0)
+
+
+def test_a_pair_that_is_not_there_is_named_before_anybody_trains(example: ModuleType) -> None:
+    strategy = MergeNet(example.network(128).state_dict(), [("9.weight", "0.weight")])
+    grid = InProcess({0: {"partition-id": 0}}, answer=example.client)
+    with pytest.raises(RecipeError, match=r"the student has no matrix 9.weight; it has 0.weight"):
+        strategy.start(grid, ArrayRecord(example.network(16).state_dict()), num_rounds=3)
+    assert grid.sent == []

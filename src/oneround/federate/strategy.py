@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
 from torch import Tensor
 
-from oneround.mergenet import Adapter, Merger, Pair
+from oneround.mergenet import Adapter, Merger, Pair, check_pairs
 
 log = logging.getLogger("oneround")
 Judge = Callable[[dict[str, Tensor]], float]
@@ -58,6 +58,7 @@ class MergeNet(FedAvg):
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *more: Any, **options: Any) -> Result:
         """As FedAvg's."""
+        check_pairs(self.pairs, initial_arrays.to_torch_state_dict(), self.teacher)
         self.last_round = num_rounds
         return super().start(grid, initial_arrays, num_rounds, *more, **options)
 
