@@ -17,6 +17,7 @@ def looks_uniform(numbers: np.ndarray) -> bool:
 
 def ignores(numbers: np.ndarray, plain: np.ndarray) -> bool:
     """64-bit numbers that look like noise and have nothing to do with the data they are said to hide."""
-    share = numbers.reshape(-1).view(np.uint64) / 2.0**64
+    share = np.ascontiguousarray(numbers).reshape(-1).view(np.uint64) / 2.0**64
     far = 5 / np.sqrt(plain.size)
-    return looks_uniform(numbers) and abs(float(np.corrcoef(share, plain.reshape(-1))[0, 1])) <= far
+    alike = np.ptp(plain) and abs(float(np.corrcoef(share, plain.reshape(-1))[0, 1]))
+    return looks_uniform(np.ascontiguousarray(numbers)) and alike <= far

@@ -110,7 +110,7 @@ def test_a_client_is_forgotten_and_a_late_one_counts(folder: Path, digits: Datas
             ["--with", "{}/uploads/client_000.safetensors"],
             "client_000 is among the uploads already and would count twice",
         ),
-        (["--rule", "iffi"], "iffi needs statistics these uploads do not carry (networks)"),
+        (["--rule", "iffi"], "iffi: these uploads do not carry what it needs (networks)"),
     ],
 )
 def test_mistakes_of_fuse_are_one_line(folder: Path, words: list[str], said: str) -> None:

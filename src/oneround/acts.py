@@ -24,7 +24,7 @@ from oneround.learning.bank import make_bank, unit_features
 from oneround.learning.companion import companions
 from oneround.learning.reference import make_reference
 from oneround.models import Single, initialise
-from oneround.models.features import FrozenEncoder, features
+from oneround.models.features import Constants, FeaturesPart, FrozenEncoder, features
 from oneround.models.prototype import build, on_cpu
 from oneround.protocol import Broadcast, GlobalModel, Upload
 from oneround.protocol.encoding import as_received, as_sent, bytes_of, layout_of
@@ -87,18 +87,26 @@ def prepare(
 def _features(recipe: Recipe, shape: tuple[int, int, int], server: Site | None) -> dict[str, Tensor]:
     """What the broadcast says of the fixed features; those that a site cannot build itself are made here."""
     assert recipe.sums is not None
-    part, seed = features.of(recipe.sums.features), recipe.seeds.initialisation
+    part = features.of(recipe.sums.features)
+    constants = _constants(recipe, part, shape, server)
+    told = sums.announce(part, constants)
+    if recipe.secure:
+        told[sums.EXPONENT] = sums.exponent_of(recipe, shape, constants, *preprocessing(recipe))
+    return told
+
+
+def _constants(recipe: Recipe, part: FeaturesPart, shape: tuple[int, int, int], server: Site | None) -> Constants:
+    seed = recipe.seeds.initialisation
     if isinstance(part, FrozenEncoder) and recipe.local.frozen_encoder is not None:
         net = initialise(part.encoder, shape[0], 2, seed)
         start_from(recipe.local.frozen_encoder, net, "frozen_encoder")
-        return sums.announce(part, {name: on_cpu(value) for name, value in net.encoder.state_dict().items()})
-    public = None
-    if part.needs_public:
-        if server is None or server.data is None or len(server.data) == 0:
-            raise RecipeError("sums.features: the server has no public images to cut patches from; set public")
-        mean, std = preprocessing(recipe)
-        public = (server.data.pixels.float() / 255 - mean) / std
-    return sums.announce(part, part.make(shape, seed, public))
+        return {name: on_cpu(value) for name, value in net.encoder.state_dict().items()}
+    if not part.needs_public:
+        return part.make(shape, seed, None)
+    if server is None or server.data is None or len(server.data) == 0:
+        raise RecipeError("sums.features: the server has no public images to cut patches from; set public")
+    mean, std = preprocessing(recipe)
+    return part.make(shape, seed, (server.data.pixels.float() / 255 - mean) / std)
 
 
 @dataclass(frozen=True)

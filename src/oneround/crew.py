@@ -145,8 +145,10 @@ def _train(job: Job, data: Images, emit: Emit) -> str:
         load_plugin(module)
     held = None if job.held is None or len(job.held) == 0 else data.take(job.held)
     broadcast = _broadcast(job.broadcast, job.broadcast.stat().st_mtime_ns)
-    secrets = simulated(job.client, broadcast.roster, broadcast.recipe.seeds.training)
-    site = Site(job.client, data.take(job.samples), job.state, job.local, job.told, job.deadline, held, secrets)
+    masker = (
+        simulated(job.client, broadcast.roster, broadcast.recipe.seeds.training) if broadcast.recipe.secure else None
+    )
+    site = Site(job.client, data.take(job.samples), job.state, job.local, job.told, job.deadline, held, masker)
     final = job.until == broadcast.last_epoch
     train(broadcast, site, job.until, emit).write(job.upload, flush=final)  # a lost snapshot is trained again
     return job.client

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +18,14 @@ from oneround.parts import Strict
 from oneround.recipe import Local
 
 SMALL = 2_000_000  # parameters: below, one thread per client and clients side by side are fastest
+
+
+class Masks(Protocol):
+    """What a site masks its sums with (`sums.masks.Masker`)."""
+
+    secrets: dict[str, bytes]
+
+    def mask(self, sums: Any, context: str) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -35,8 +44,8 @@ class Site:
     """When to stop between two epochs (`time.time()`), to go on later."""
     validation: Images | None = None
     """Images to choose by, never trained on: the server's, or held back by the clients of a simulation."""
-    secrets: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """What it shares with each other site, to mask its sums with."""
+    masker: Masks | None = field(default=None, repr=False)
+    """What puts its sums under masks, where the recipe says so."""
 
     @property
     def device(self) -> torch.device:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
@@ -30,6 +31,8 @@ from oneround.federate.client import app as client_app
 from oneround.federate.reception import Desk
 from oneround.federate.server import Pace, serve
 from oneround.federate.sites import SiteFile
+from oneround.models.encoders import encoders
+from oneround.models.prototype import initialise
 from oneround.protocol import Broadcast, GlobalModel, Upload, blob
 from oneround.protocol.model import preprocessing
 from oneround.reading import change, load
@@ -122,19 +125,21 @@ def test_no_file_at_the_server_tells_of_one_client(carried: Path, digits: Datase
         assert manifest["class_counts"] == [] and set(manifest["history"][0]) == {"epoch"}
         assert manifest["roster"] == NAMES and {value.dtype for value in tensors.values()} == {torch.int64}
         numbers[name] = tensors["sums.triangle"].numpy()
+        small = torch.cat([tensors["sums.total"], tensors["sums.counts"]])
+        assert int(small.abs().min()) > 2**40, "what is not masked would have fewer bits"
     for name in NAMES:
         hidden = triangle_of(moments_of(name, digits).gram, torch.float64).numpy()
         assert ignores(numbers[name], hidden)
         for other in NAMES:
             assert other == name or ignores(numbers[name] + numbers[other], hidden)
     assert not ignores(numbers[NAMES[0]] + numbers[NAMES[1]] + numbers[NAMES[2]], hidden), "only the total does"
-    keys = json.loads((carried / "run" / "keys.json").read_text())
+    keys = json.loads((carried / "run" / "keys.json").read_text())["keys"]
     for name in NAMES:
-        secret = carried / "sites" / name / "masks.key"
-        assert secret.stat().st_mode & 0o777 == 0o600 and len(secret.read_bytes()) == 32
-        assert secret.read_bytes().hex() != keys[name]
-        for file in (carried / "run").rglob("*"):
-            assert file.is_dir() or secret.read_bytes() not in file.read_bytes(), file
+        (secret,) = (carried / "sites" / name / "masks").iterdir()
+        private = json.loads(secret.read_text())["private"]
+        assert secret.stat().st_mode & 0o777 == 0o600 and len(private) == 64 and private != keys[name]
+        for file in (path for path in (carried / "run").rglob("*") if path.is_file()):
+            assert private.encode() not in file.read_bytes() and bytes.fromhex(private) not in file.read_bytes(), file
 
 
 def test_other_commands_cope_with_what_is_not_told(carried: Path) -> None:
@@ -166,7 +171,7 @@ def test_sites_with_images_of_their_own_mask_for_whoever_came(digits: Dataset, t
     told = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (
         sorted(told["uploads"])
-        == sorted(json.loads((tmp_path / "run" / "keys.json").read_text()))
+        == sorted(json.loads((tmp_path / "run" / "keys.json").read_text())["keys"])
         == ["north", "south"]
     )
     right = predictions(tmp_path / "run", digits).argmax(1) == digits.test.labels
@@ -194,7 +199,7 @@ def _answer(node: dict[str, Any], kind: str, raw: bytes, answer: Path, killed: b
     TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 10
     if killed:
         sums.gather = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-    message = Message(parcel({}, raw), 10, kind)
+    message = Message(parcel({"run": raw.decode()}) if kind == KEY else parcel({}, raw), 10, kind)
     message.metadata.__dict__["_message_id"] = "1"
     reply = client_app(message, Context(run_id=1, node_id=10, node_config=node, state=RecordDict(), run_config={}))
     answer.write_bytes(words_of(reply)["key"].encode() if kind == KEY else blob_of(reply))
@@ -203,12 +208,13 @@ def _answer(node: dict[str, Any], kind: str, raw: bytes, answer: Path, killed: b
 def test_a_client_killed_after_the_keys_goes_on_with_the_same_masks(carried: Path, tmp_path: Path) -> None:
     """Its sums fall into the place the others have masked for: the answer is the one it would have given undisturbed."""
     sent, name = (carried / "run" / "broadcast.safetensors").read_bytes(), NAMES[0]
-    shutil.copytree(carried / "sites" / name, tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors", "*.json"))
+    shutil.copytree(carried / "sites" / name, tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / name / "site.yaml").write_text(f"name: {name}\nshare: 0\nfolder: {tmp_path / name}\n")
     node = {"site": str(tmp_path / name / "site.yaml")}
     assert in_a_process(node, TRAIN, sent, tmp_path / "none", killed=True) == -signal.SIGKILL
     assert not (tmp_path / "none").exists()
-    assert in_a_process(node, KEY, b"", tmp_path / "key") == 0
+    run = json.loads((carried / "run" / "keys.json").read_text())["run"]
+    assert in_a_process(node, KEY, run.encode(), tmp_path / "key") == 0
     assert (tmp_path / "key").read_text() == Broadcast.unpack(sent).roster[name]
     assert in_a_process(node, TRAIN, sent, tmp_path / "again") == 0
     first = Upload.unpack(
@@ -218,13 +224,60 @@ def test_a_client_killed_after_the_keys_goes_on_with_the_same_masks(carried: Pat
     assert again.content == first.content
 
 
-def test_a_site_never_masks_other_images_with_the_same_masks(carried: Path, tmp_path: Path) -> None:
-    sent, name = (carried / "run" / "broadcast.safetensors").read_bytes(), NAMES[0]
-    shutil.copytree(carried / "sites" / name, tmp_path / name, ignore=shutil.ignore_patterns("upload.safetensors"))
-    (tmp_path / name / "site.yaml").write_text(f"name: {name}\nshare: 1\nfolder: {tmp_path / name}\n")
-    grid = InProcess({10: {"site": str(tmp_path / name / "site.yaml")}})
+def asked(site: Path, sent: bytes) -> dict[str, str]:
+    """What the site in that folder answers to a broadcast."""
+    grid = InProcess({10: {"site": str(site / "site.yaml")}})
     (reply,) = grid.send_and_receive([Message(parcel({}, sent), 10, TRAIN)])
-    assert "masks are used once" in words_of(reply)["refused"]
+    return words_of(reply)
+
+
+@pytest.mark.parametrize("left", ["masks", "nothing but masks"])
+def test_a_site_never_masks_other_images_with_the_same_masks(carried: Path, tmp_path: Path, left: str) -> None:
+    """Whatever else of its folder was removed, and in whatever words the same broadcast comes again."""
+    sent, name = (carried / "run" / "broadcast.safetensors").read_bytes(), NAMES[0]
+    keep = (
+        shutil.ignore_patterns("upload.safetensors") if left == "masks" else shutil.ignore_patterns("????????????????")
+    )
+    shutil.copytree(carried / "sites" / name, tmp_path / name, ignore=keep)
+    (tmp_path / name / "site.yaml").write_text(f"name: {name}\nshare: 1\nfolder: {tmp_path / name}\n")
+    assert "masks are used once" in asked(tmp_path / name, sent)["refused"]
+    manifest, tensors = blob.unpack(sent, "broadcast", "broadcast")
+    own = {key: value for key, value in manifest.items() if key not in ("format", "kind", "shapes", "sha256")}
+    reworded = blob.pack("broadcast", tensors, {**own, "greeting": "hello"})
+    assert reworded != sent and "masks are used once" in asked(tmp_path / name, reworded)["refused"]
+    shutil.rmtree(tmp_path / name / "masks")
+    assert "another key for this site than its folder" in asked(tmp_path / name, sent)["refused"]
+
+
+def test_another_run_with_the_same_sites_has_other_keys_and_sums_anew(carried: Path, tmp_path: Path) -> None:
+    shutil.copytree(carried / "sites", tmp_path / "sites")
+    nodes = {}
+    for number, name in enumerate(NAMES):
+        file = tmp_path / "sites" / name / "site.yaml"
+        file.write_text(f"name: {name}\nshare: {(number + 1) % 3}\nfolder: {file.parent}\n")  # other images now
+        nodes[10 + number] = {"site": str(file)}
+    serve(InProcess(nodes), SECURE, tmp_path / "run", NOW)
+    first, again = (Broadcast.read(place / "run" / "broadcast.safetensors") for place in (carried, tmp_path))
+    assert not set(first.roster.values()) & set(again.roster.values()) and first.context != again.context
+    assert "trained before" not in (tmp_path / "sites" / NAMES[0] / "site.log").read_text()
+    assert Result.read(tmp_path / "run").rules == Result.read(carried / "run").rules, "the total is the same"
+
+
+def test_small_features_lose_nothing_under_masks(digits: Dataset, tmp_path: Path) -> None:
+    """What is summed is brought to a size of about 1 first: whole numbers are fine against it, whatever the features."""
+    frozen = {"kind": "encoder", "encoder": {"kind": "cnn", "width": 4}}
+    net = initialise(encoders.parse(frozen["encoder"]), 1, 2, seed=1)
+    tensors = {name: value.clone() for name, value in net.encoder.state_dict().items()}
+    last = max(name for name in tensors if name.endswith("running_var")).removesuffix("running_var")
+    for name in ("weight", "bias"):
+        tensors[last + name] *= 1e-4
+    safetensors.torch.save_file(tensors, tmp_path / "small.safetensors")
+    here = {"sums.features": frozen, "local.frozen_encoder": str(tmp_path / "small.safetensors")}
+    simulate(change(PLAIN, here), tmp_path / "plain", data=digits)
+    simulate(change(SECURE, here), tmp_path / "masked", data=digits)
+    apart = predictions(tmp_path / "masked", digits) - predictions(tmp_path / "plain", digits)
+    assert float(apart.abs().max()) < 1e-3
+    assert int(Broadcast.read(tmp_path / "masked" / "broadcast.safetensors").extras["sums.exponent"]) < -10
 
 
 def test_a_server_killed_before_the_uploads_goes_on_with_the_same_keys(
@@ -246,7 +299,7 @@ def test_a_server_killed_before_the_uploads_goes_on_with_the_same_keys(
 
     with pytest.raises(RunError, match=r"2 of 3 keys when the deadline of 60 s passed; they are kept"):
         serve(stop(KEY, nodes), SECURE, place, NOW)
-    two = json.loads((place / "keys.json").read_text())
+    two = json.loads((place / "keys.json").read_text())["keys"]
     assert sorted(two) == NAMES[:2] and not (place / "uploads").exists()
     with pytest.raises(RunError, match=r"2 of 3 uploads when the deadline"):
         serve(stop(TRAIN, nodes), SECURE, place, NOW)

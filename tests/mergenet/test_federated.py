@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from commands import bad
 from conftest import run_in_parts, small_recipe
 from oneround import acts
 from oneround.data import Dataset
@@ -245,6 +246,9 @@ def test_what_acts_between_rounds_is_not_fused_afterwards(digits: Dataset, tmp_p
     lacks = {kind: acts.lacking(rules.parse(kind), broadcast) for kind in ("mergenet", "taught", "iffi", "average")}
     assert lacks["mergenet"] == lacks["taught"] == ["what the server keeps between rounds"]
     assert lacks["iffi"] == ["prototypes: model.head is linear"] and lacks["average"] == []
+    assert "mergenet: it acts between rounds and cannot be applied afterwards" in bad(
+        "fuse", str(tmp_path), "--rule", "mergenet"
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,6 +257,7 @@ def test_what_acts_between_rounds_is_not_fused_afterwards(digits: Dataset, tmp_p
         ({"public": 0.0, "validation": 0.0}, "mergenet needs public images"),
         ({"more": {"accept_if": 0.1}, "validation": 0.0}, "mergenet chooses on images the server holds back"),
         ({"more": {"accept_if": -0.1}}, "accept_if"),
+        ({"more": {"accept_if": 2.0}}, r"accept_if = 2.0: must be ≤ 1"),
         ({"more": {"adapter": {"heads": 0}}}, "heads"),
         (
             {"rounds": 2},
@@ -276,6 +281,13 @@ def test_a_pair_that_is_not_there_is_named(digits: Dataset, tmp_path: Path) -> N
     with pytest.raises(RecipeError, match=r"the student has no matrix encoder.convolutions.7.weight; it has"):
         run(small_recipe("mergenet-single", **usual), tmp_path / "single", data=digits)
     assert nothing_trained(tmp_path / "federated") and nothing_trained(tmp_path / "single")
+
+
+def test_a_companion_that_never_acts_is_told(digits: Dataset, tmp_path: Path) -> None:
+    companion = {"kind": "mergenet", "teacher": {"encoder": TEACHER["encoder"]}, "every": 10_000}
+    usual = {"public": 0.3, "validation": 0.2, "companion": companion, **SHORT}
+    run(small_recipe("mergenet-single", **usual), tmp_path, data=digits)
+    assert "client_000: companion.every = 10000, and it takes" in (tmp_path / "run.log").read_text()
 
 
 def nothing_trained(folder: Path) -> bool:

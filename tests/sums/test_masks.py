@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from noise import ignores
 from oneround.errors import ProtocolError
@@ -42,25 +43,51 @@ def test_masked_sums_add_up_to_the_plain_ones() -> None:
         assert float((getattr(found, name) - getattr(wanted, name)).abs().max()) <= 3 * 2.0**-24, name
 
 
-def tells_nothing(first: list[Masked], second: list[Masked], plain: Tensor) -> bool:
-    """One upload, two of three together, and the difference of two messages all look like noise that ignores the data."""
-    one, two, again = (each.numbers["triangle"].numpy() for each in (first[0], first[1], second[0]))
-    return all(ignores(view, plain.numpy()) for view in (one, one + two, one - again))
+def tells_nothing() -> bool:
+    """One upload, two of three together, two messages and two tensors of one: all look like noise that ignores the data."""
+    mine = sums(0)
+    hidden = {"triangle": triangle_of(mine.gram), "cross": mine.cross, "total": mine.total, "counts": mine.counts}
+    plain = {name: value.numpy().reshape(-1) for name, value in hidden.items()} | {"check": np.zeros(8)}
+    messages = [
+        uploads(f"federation/{number}") for number in range(150)
+    ]  # so that ten counts are noise enough to judge
+    first, second = (
+        {name: np.stack([message[who].numbers[name].numpy().reshape(-1) for message in messages]) for name in plain}
+        for who in (0, 1)
+    )
+    views = []
+    for name, data in plain.items():
+        views += [(seen, data) for seen in (first[name], first[name] + second[name], np.diff(first[name], axis=0))]
+    for one, other in itertools.combinations(plain, 2):
+        width = min(len(plain[one]), len(plain[other]))
+        views.append((first[one][:, :width] - first[other][:, :width], plain[one][:width] - plain[other][:width]))
+    return all(ignores(seen, np.broadcast_to(data, seen.shape)) for seen, data in views)
 
 
 def test_a_single_masked_upload_is_independent_of_its_data() -> None:
-    assert tells_nothing(uploads("federation/1"), uploads("federation/2"), triangle_of(sums(0).gram))
+    assert tells_nothing()
 
 
-def test_the_same_test_finds_a_missing_and_a_reused_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = triangle_of(sums(0).gram)
-    real = masks._stream
-    monkeypatch.setattr(masks, "_stream", lambda secret, context, name, shape: np.zeros(shape, np.uint64))
-    assert not tells_nothing(uploads("federation/1"), uploads("federation/2"), plain)
-    monkeypatch.setattr(masks, "_stream", lambda secret, context, name, shape: real(secret, "always", name, shape))
-    assert not tells_nothing(uploads("federation/1"), uploads("federation/2"), plain)
-    monkeypatch.setattr(masks, "_stream", lambda secret, context, name, shape: real(b"public", context, name, shape))
-    assert not tells_nothing(uploads("federation/1"), uploads("federation/2"), plain)
+REAL = masks._stream
+BUGS: dict[str, Callable[[bytes, str, str, tuple[int, ...]], Any]] = {
+    "no masks": lambda secret, context, name, shape: np.zeros(shape, np.uint64),
+    "the same for all messages": lambda secret, context, name, shape: REAL(secret, "always", name, shape),
+    "the same for all tensors": lambda secret, context, name, shape: REAL(secret, context, "any", shape),
+    "known to all": lambda secret, context, name, shape: REAL(b"public", context, name, shape),
+    "only the triangle": lambda secret, context, name, shape: (
+        REAL(secret, context, name, shape) if name in ("triangle", "check") else np.zeros(shape, np.uint64)
+    ),
+    "bare counts": lambda secret, context, name, shape: (
+        np.zeros(shape, np.uint64) if name == "counts" else REAL(secret, context, name, shape)
+    ),
+    "few bits": lambda secret, context, name, shape: REAL(secret, context, name, shape) >> np.uint64(16),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_same_test_finds_a_missing_and_a_reused_mask(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "_stream", BUGS[bug])
+    assert not tells_nothing()
 
 
 def test_masks_that_do_not_cancel_are_noticed() -> None:
@@ -89,9 +116,33 @@ def test_a_masker_masks_one_message_per_context() -> None:
         later.mask(sums(1), "federation/1")
 
 
+def test_what_was_masked_is_remembered_before_it_is_handed_out_and_tells_nothing() -> None:
+    told: list[dict[str, str]] = []
+    given = secrets(NAMES)["client_000"]
+    Masker("client_000", given, None, lambda said: told.append(dict(said)), b"mine").mask(sums(0), "federation/1")
+    Masker("client_000", given, None, lambda said: told.append(dict(said)), b"other").mask(sums(0), "federation/1")
+    assert [list(said) for said in told] == [["federation/1"]] * 2 and told[0] != told[1]
+
+    def full(said: Mapping[str, str]) -> None:
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        Masker("client_000", given, None, full).mask(sums(0), "federation/1")
+
+
+def test_a_total_that_cannot_be_one_of_sums_is_refused() -> None:
+    mine, bad = secrets(NAMES), replace(sums(2), counts=torch.full((10,), -1e6, dtype=torch.float64))
+    sent = [Masker(name, mine[name]).mask(each, "x") for name, each in zip(NAMES, (sums(0), sums(1), bad), strict=True)]
+    with pytest.raises(ProtocolError, match="negative counts or squares"):
+        add_up(sent)
+
+
 def test_what_cannot_be_masked_is_said() -> None:
     masker = Masker("client_000", secrets(NAMES)["client_000"])
     with pytest.raises(ProtocolError, match="too large to be masked"):
         masker.mask(replace(sums(0), total=torch.full((60,), 1e12)), "federation/1")
+    for wrong in (float("nan"), float("inf")):
+        with pytest.raises(ProtocolError, match="sums that are not finite cannot be masked"):
+            masker.mask(replace(sums(0), total=torch.full((60,), wrong)), "federation/1")
     with pytest.raises(ProtocolError, match="a secret of 16 bytes"):
         Masker("client_000", {"client_001": b"short"})

@@ -79,20 +79,19 @@ def fuse(
     usable = []
     for each in chosen:
         lacking = acts.lacking(each, uploads.broadcast)
-        if rule == "all" and each.needs_public and site.data is None:
-            err.print(f"{each.kind} is left out: the server has no public images", highlight=False)
-        elif not lacking:
-            usable.append(each)
-        elif rule == "all":
-            err.print(
-                f"{each.kind} is left out: these uploads do not carry what it needs ({', '.join(lacking)})",
-                highlight=False,
-            )
+        if each.between_rounds and uploads.broadcast.weights:
+            why, fix = "it acts between rounds and cannot be applied afterwards", "run it, or choose another rule"
+        elif lacking:
+            why = f"these uploads do not carry what it needs ({', '.join(lacking)})"
+            fix = "name it in the recipe's fusion list and run again"
+        elif rule == "all" and each.needs_public and site.data is None:
+            why, fix = "the server has no public images", ""
         else:
-            raise ProtocolError(
-                f"{each.kind} needs statistics these uploads do not carry ({', '.join(lacking)}); "
-                "name it in the recipe's fusion list and run again"
-            )
+            usable.append(each)
+            continue
+        if rule != "all":
+            raise ProtocolError(f"{each.kind}: {why}; {fix}")
+        err.print(f"{each.kind} is left out: {why}", highlight=False)
     named = {each.label: each for each in usable}
     made: dict[str, GlobalModel] = {}
     if len(there.test):

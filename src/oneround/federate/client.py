@@ -59,11 +59,12 @@ def _refusal(message: Message, site: SiteFile, error: OneroundError) -> Message:
 
 @app.query("key")
 def key(message: Message, context: Context) -> Message:
-    """This site's public key, for the others to mask with."""
+    """This site's public key for that federation, for the others to mask with."""
     site = site_of(context.node_config)
     with _logging(site):
         try:
-            return Message(parcel({"name": site.name, "key": pairing.public_key(site)}), reply_to=message)
+            own = pairing.public_key(site, words_of(message).get("run", ""))
+            return Message(parcel({"name": site.name, "key": own}), reply_to=message)
         except OneroundError as error:
             return _refusal(message, site, error)
 
@@ -99,7 +100,7 @@ def _upload(raw: bytes, site: SiteFile) -> bytes:
     for module in site.local.plugins:
         load_plugin(module)
     broadcast = Broadcast.unpack(raw)
-    secrets = pairing.secrets_of(site, broadcast.roster, broadcast.digest) if broadcast.recipe.secure else {}
+    masker = pairing.masker_of(site, broadcast) if broadcast.recipe.secure else None
     place = site.folder / hashlib.sha256(raw).hexdigest()[:16] if site.folder else None
     kept = place / "upload.safetensors" if place else None
     if kept and kept.is_file():
@@ -116,7 +117,7 @@ def _upload(raw: bytes, site: SiteFile) -> bytes:
     recipe, number = broadcast.recipe, broadcast.round
     told = f", round {number} of {recipe.rounds}" if recipe.rounds > 1 else ""
     log.info("%s of %s%s: %d images, %d epochs", site.name, recipe.method, told, len(images), recipe.training.epochs)
-    here = Site(site.name, images, place, site.local, validation=held, secrets=secrets)
+    here = Site(site.name, images, place, site.local, validation=held, masker=masker)
     upload = train_site(broadcast, here, emit=_tell)
     sent = upload.pack()
     if kept:

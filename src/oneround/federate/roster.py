@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Sequence
 
 from oneround.errors import ProtocolError, RunError
@@ -21,10 +22,17 @@ class Roster:
     def __init__(self, place: RunFolder, wanted: Sequence[str], expected: int) -> None:
         """`wanted`: who they must be, where that is known; `expected`: how many."""
         self.place, self.wanted, self.expected = place, wanted, expected
-        self.keys: dict[str, str] = {}
+        self.run, self.keys = secrets.token_hex(8), dict[str, str]()
+        """`run`: what sites know this federation by; each makes a key for it."""
         if (place.path / FILE).is_file():
-            self.keys = place.read_json(FILE, [], "remove it, the keys are asked for again")
+            told = place.read_json(FILE, ["run", "keys"], "remove it, new keys are asked for")
+            self.run, self.keys = told["run"], told["keys"]
             log.info("%d keys are here already: %s", len(self.keys), ", ".join(self.keys))
+        else:
+            self._write()
+
+    def _write(self) -> None:
+        self.place.write_json(FILE, {"run": self.run, "keys": self.keys})
 
     @property
     def complete(self) -> bool:
@@ -43,7 +51,7 @@ class Roster:
         """Count a site's key. `registered`: whom the sender's own key is registered for, if that is known."""
         check_name(name, registered, sender)
         if not is_key(key):
-            raise ProtocolError(f"{sender}: refused, {key[:80]!r} is no public key of 32 bytes")
+            raise ProtocolError(f"{sender}: refused, {key[:80]!r} is no public key of 32 bytes that keeps a secret")
         if self.wanted and name not in self.wanted:
             raise ProtocolError(f"{sender}: refused, {name} takes no part")
         if self.keys.get(name, key) != key:
@@ -57,5 +65,5 @@ class Roster:
         if name in self.keys or self.complete:
             return
         self.keys[name] = key
-        self.place.write_json(FILE, self.keys)
+        self._write()
         log.info("%s: key counted (%d of %d)", name, len(self.keys), self.expected)

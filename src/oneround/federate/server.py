@@ -79,7 +79,7 @@ class Survey(Exchange):
             self.ask(node)
 
     def question(self) -> RecordDict:
-        return parcel({})
+        return parcel({"run": self.roster.run})
 
     def take(self, node: int, words: dict[str, str], answer: Message) -> None:
         try:

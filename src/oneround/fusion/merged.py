@@ -27,7 +27,7 @@ from oneround.models.prototype import on_cpu
 from oneround.protocol import Broadcast, Upload, blob
 from oneround.protocol.model import preprocessing
 from oneround.recipe import Federated, Local
-from oneround.sections import Count, NotNegative
+from oneround.sections import Count, Fraction
 from oneround.site import Site
 
 log = logging.getLogger("oneround")
@@ -47,7 +47,7 @@ class MergeNet(Average):
     start_round: Count = 2
     every: Annotated[int, Field(ge=0)] = 1
     """Fuse every so many rounds; 0: never, which is plain averaging."""
-    accept_if: NotNegative | None = None
+    accept_if: Fraction | None = None
     """A fused network whose accuracy on the server's validation images is lower than the average's by more than this share is not
     sent; left out: always sent, as long as it is finite."""
 

@@ -22,7 +22,7 @@ from oneround.protocol import Broadcast, Upload, UploadFolder
 from oneround.recipe import Federated
 from oneround.sections import Positive
 from oneround.site import Site
-from oneround.sums import Moments, Solution, constants_of, features_of, solve, unpacked
+from oneround.sums import Moments, Solution, constants_of, evened, features_of, solve, unpacked
 from oneround.sums.masks import Masked, add_up
 from oneround.sums.moments import exact
 from oneround.sums.solve import START
@@ -109,7 +109,7 @@ def added(uploads: Sequence[Upload], broadcast: Broadcast, device: torch.device)
     where = exact(device)
     if broadcast.recipe.secure:
         masked = (Masked(upload.client, upload.roster, upload.context, upload.sums) for upload in uploads)
-        return add_up(masked).to(where)
+        return evened(add_up(masked), broadcast.extras, back=True).to(where)
     total = Moments.zero(size, classes, where)
     for upload in uploads:
         total.include(unpacked(upload.sums, where))

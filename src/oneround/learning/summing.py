@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from oneround.protocol import Broadcast, blob
 from oneround.protocol.model import preprocessing
 from oneround.site import Site
 from oneround.sums import Moments
-from oneround.sums.masks import Masker
+from oneround.sums.masks import Masked
 
 
 def of_site(broadcast: Broadcast, site: Site, told: Callable[[int], None] = lambda done: None) -> dict[str, Tensor]:
@@ -46,16 +45,10 @@ def of_site(broadcast: Broadcast, site: Site, told: Callable[[int], None] = lamb
 
 
 def _masked(gathered: Moments, broadcast: Broadcast, site: Site) -> dict[str, Tensor]:
-    """The sums under this site's masks. What they were is noted first, so that a later process does not mask others with them."""
-    if set(site.secrets) != broadcast.roster.keys() - {site.name} or not site.secrets:
-        raise RunError(f"{site.name}: sums.secure needs a secret with each other site, and knows {len(site.secrets)}")
-    note = site.folder / "masked.json" if site.folder else None
-    try:
-        said = json.loads(note.read_text()) if note and note.is_file() else None
-    except ValueError:
-        raise RunError(f"{note}: damaged, and masks are used once; begin anew with new keys") from None
-    masker = Masker(site.name, site.secrets, said)
-    masked = masker.mask(gathered, broadcast.context)
-    if note is not None:
-        blob.write_durably(note, json.dumps(masker.said).encode())
+    """The sums under this site's masks."""
+    masker = site.masker
+    if masker is None or set(masker.secrets) != broadcast.roster.keys() - {site.name}:
+        known = len(masker.secrets) if masker else 0
+        raise RunError(f"{site.name}: sums.secure needs a secret with each other site, and knows {known}")
+    masked: Masked = masker.mask(sums.evened(gathered, broadcast.extras), broadcast.context)
     return masked.numbers

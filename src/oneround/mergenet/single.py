@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from oneround.learning.batches import steps_per_epoch
 from oneround.learning.companion import Companion, CompanionPart, companions
 from oneround.learning.step import Stepper
 from oneround.mergenet.adapter import Adapter
@@ -19,6 +21,8 @@ from oneround.models.prototype import on_cpu
 from oneround.protocol import Broadcast
 from oneround.sections import Count
 from oneround.site import Site
+
+log = logging.getLogger("oneround")
 
 
 @companions.register("mergenet")
@@ -45,6 +49,15 @@ class Together:
 
     def __init__(self, options: Beside, broadcast: Broadcast, site: Site) -> None:
         self.options, self.device, self.steps = options, site.device, 0
+        assert site.data is not None
+        steps = broadcast.recipe.training.epochs * steps_per_epoch(len(site.data), broadcast.recipe.training)
+        if options.every >= steps:
+            log.warning(
+                "%s: companion.every = %d, and it takes %d steps in all: it learns alone",
+                site.name,
+                options.every,
+                steps,
+            )
         training = broadcast.recipe.training
         recipe = teachers_recipe(broadcast.recipe, options.teacher, training.epochs, training.batch_size)
         fresh = network_of(options.teacher, broadcast).weights()

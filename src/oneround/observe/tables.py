@@ -33,8 +33,9 @@ def terminal_table(rows: Sequence[Row], title: str, baseline: str) -> Table:
         f"minus {baseline}: difference on the same partition, mean ± 95 % interval; n.d.: not distinguishable "
         f"with {len(rows[0].accuracy.values)} partitions"
     )
-    for head in ("rule", "mean", "range", f"minus {baseline}"):
-        table.add_column(head, justify="left" if head == "rule" else "right", no_wrap=True)
+    table.add_column("rule", overflow="fold")
+    for head in ("mean", "range", f"minus {baseline}"):
+        table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         shown = f"{row.accuracy.low:.1f} – {row.accuracy.high:.1f}"
         table.add_row(row.name, f"{row.accuracy.mean:.1f}", shown, difference_in_words(row.difference))
@@ -44,8 +45,8 @@ def terminal_table(rows: Sequence[Row], title: str, baseline: str) -> Table:
 def score_table(rules: Mapping[str, float], clients: Mapping[str, float]) -> Table:
     """One run: every rule, then the clients alone."""
     table = Table(title="test accuracy", title_justify="left", title_style="bold")
-    table.add_column("rule or client", no_wrap=True)
-    table.add_column("%", justify="right")
+    table.add_column("rule or client", overflow="fold")
+    table.add_column("%", justify="right", no_wrap=True, min_width=7)
     for name, value in rules.items():
         table.add_row(name, f"{100 * value:.2f}")
     table.add_section()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -11,9 +12,13 @@ from torch import Tensor
 
 from oneround.errors import ProtocolError
 from oneround.models.features import Constants, Features, FeaturesPart, Shape, Symmetric, features
+from oneround.models.leaves import dead_leaves
 from oneround.recipe import Federated
+from oneround.sums.moments import Moments
 
 CHECK = "features.check"
+EXPONENT = "sums.exponent"
+PROCEDURAL = 32  # images that features are tried on
 
 
 def announce(part: FeaturesPart, constants: Constants) -> dict[str, Tensor]:
@@ -43,6 +48,22 @@ def features_of(recipe: Federated, shape: Shape, constants: Constants) -> Featur
     assert recipe.sums is not None
     built = features.of(recipe.sums.features).build(shape, constants).eval().requires_grad_(False)
     return Symmetric(built) if recipe.sums.mirror == "features" else built
+
+
+@torch.inference_mode()
+def exponent_of(recipe: Federated, shape: Shape, constants: Constants, mean: float, std: float) -> Tensor:
+    """About how large the features are, as a power of two: tried on procedural images, so it tells nothing of data."""
+    channels, height, width = shape
+    made = dead_leaves(PROCEDURAL, channels, max(height, width), recipe.seeds.initialisation)[:, :, :height, :width]
+    seen = features_of(recipe, shape, constants)((torch.from_numpy(made).float() - mean) / std)
+    size = float(seen.double().square().mean().sqrt())
+    return torch.tensor(round(math.log2(size)) if 0 < size < math.inf else 0)
+
+
+def evened(moments: Moments, extras: Mapping[str, Tensor], *, back: bool = False) -> Moments:
+    """Sums of features brought to a size of about 1, as the broadcast says; or brought back."""
+    exponent = int(extras.get(EXPONENT, 0))
+    return moments.scaled(exponent if back else -exponent)
 
 
 @lru_cache(maxsize=4)

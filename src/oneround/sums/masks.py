@@ -12,7 +12,8 @@ which do not cancel are noticed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import hmac
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,7 @@ from oneround.sums.moments import CHECK, CHECKED, Moments, square_of, triangle_o
 
 Numbers = NDArray[np.uint64]
 
-FRACTION = 24  # bits behind the point: exact to 3e-8, finer than the fp32 of an upload that is not masked
+FRACTION = 24  # bits behind the point: exact to 3e-8 where features are about 1 in size (`sums.evened`)
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,26 @@ class Masked:
 class Masker:
     """A client's secrets, and what it has masked with them."""
 
-    def __init__(self, client: str, secrets: Mapping[str, bytes], said: Mapping[str, str] | None = None) -> None:
-        """`said`: what it masked before, as another process remembered it."""
+    def __init__(
+        self,
+        client: str,
+        secrets: Mapping[str, bytes],
+        said: Mapping[str, str] | None = None,
+        remember: Callable[[Mapping[str, str]], None] = lambda said: None,
+        known: bytes = b"",
+    ) -> None:
+        """`said`: what it masked before, as another process remembered it; `remember` is told before anything is handed out.
+
+        `known`: what only this client knows, so that what is remembered tells nothing to others.
+        """
         short = next((peer for peer, secret in secrets.items() if len(secret) < 16), None)
         if client in secrets or not secrets or short is not None:
             raise ProtocolError(
                 f"{client}: masks need a secret of 16 bytes or more with every other client, at least one"
             )
         self.client, self.secrets = client, dict(secrets)
-        self.said = dict(said or {})
-        """By context: SHA-256 of the sums that were masked for it."""
+        self.said, self.remember, self.known = dict(said or {}), remember, known
+        """`said`, by context: a fingerprint of the sums that were masked for it."""
 
     def mask(self, sums: Moments, context: str) -> Masked:
         """Sums under masks; another message under the same context would use the masks again and is refused."""
@@ -64,11 +75,12 @@ class Masker:
             "counts": sums.counts,
         }
         plain = {name: _whole(value, len(self.secrets) + 1) for name, value in tensors.items()}
-        said = hashlib.sha256(b"".join(plain[name].tobytes() for name in sorted(plain))).hexdigest()
+        said = hmac.digest(self.known, b"".join(plain[name].tobytes() for name in sorted(plain)), "sha256").hex()
         if self.said.setdefault(context, said) != said:
             raise ProtocolError(
-                f"{self.client}: other sums were masked for '{context}' before; masks are used once, agree on new secrets"
+                f"{self.client}: other sums were masked for '{context}' before; masks are used once, begin anew with another --out at the server"
             )
+        self.remember(self.said)
         plain[CHECK] = np.zeros(CHECKED, np.uint64)
         numbers = {
             name: torch.from_numpy(self._under_masks(name, value, context).view(np.int64))
@@ -108,21 +120,28 @@ def add_up(uploads: Iterable[Masked]) -> Moments:
         )
     plain = {name: torch.from_numpy(value.view(np.int64)).double() / 2**FRACTION for name, value in totals.items()}
     gram = square_of(plain["triangle"], len(plain["total"]))
+    if float(plain["counts"].min()) < 0 or float(gram.diagonal().min()) < 0:
+        raise ProtocolError(
+            "the total has negative counts or squares: a client masked something else than sums; have all send again"
+        )
     return Moments(gram, plain["cross"], plain["total"], plain["counts"])
 
 
-def simulated(client: str, clients: Iterable[str], seed: int) -> dict[str, bytes]:
-    """What a client of a simulation shares with each other one. Whoever knows the seed knows it: masks that hide nothing."""
-    return {
+def simulated(client: str, clients: Iterable[str], seed: int) -> Masker:
+    """A client's masks in a simulation. Whoever knows the seed knows what it shares with the others: masks that hide nothing."""
+    shared = {
         peer: hashlib.sha256(f"oneround simulation/{seed}/{'/'.join(sorted((client, peer)))}".encode()).digest()
         for peer in clients
         if peer != client
     }
+    return Masker(client, shared)
 
 
 def _whole(value: Tensor, clients: int) -> Numbers:
     """Fixed-point numbers; the total of that many clients must still fit."""
     scaled = value.cpu().double() * 2**FRACTION
+    if not bool(torch.isfinite(scaled).all()):
+        raise ProtocolError("sums that are not finite cannot be masked; look at the images and the features")
     most = 2.0**62 / clients
     if float(scaled.abs().max()) > most:
         raise ProtocolError(

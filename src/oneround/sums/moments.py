@@ -46,6 +46,11 @@ class Moments:
         gram = self.gram.clone().addr_(self.total, centre, alpha=-1).addr_(centre, moved, alpha=-1)
         return Moments(gram, torch.addr(self.cross, centre, self.counts, alpha=-1), moved, self.counts)
 
+    def scaled(self, exponent: int) -> Moments:
+        """The sums of 2^exponent·φ; exact."""
+        factor = 2.0**exponent
+        return Moments(self.gram * factor**2, self.cross * factor, self.total * factor, self.counts)
+
     def __add__(self, other: Moments) -> Moments:
         return Moments(*(mine + its for mine, its in zip(self._all, other._all, strict=True)))
 
