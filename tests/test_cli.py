@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
 from commands import bad, good, oneround
+from oneround.cli import app
 from oneround.data import Dataset
 from oneround.describe import describe
 from oneround.errors import RecipeError
@@ -267,9 +269,10 @@ def test_a_place_that_cannot_be_written_to_is_one_line(out: str, tmp_path: Path)
 
 
 def test_a_model_cannot_be_exported_into_a_folder(finished: Path, tmp_path: Path) -> None:
-    done = oneround("export", str(finished), str(tmp_path))
+    (tmp_path / "model.onnx").mkdir()
+    done = oneround("export", str(finished), "model.onnx", cwd=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1] == f"error: {tmp_path}: Is a directory; a folder is there, name a file"
+    assert done.stderr.splitlines()[-1] == "error: model.onnx: Is a directory; a folder is there, name a file"
 
 
 @pytest.mark.parametrize(
@@ -337,3 +340,31 @@ def test_a_method_is_explained_with_its_formula_or_without() -> None:
     assert "network: " in told[2] and all(line.strip() for line in told[2:4])
     with pytest.raises(RecipeError, match="no preset or recipe file 'V9'; did you mean 'v9'"):
         load("V9")
+
+
+def test_help_says_what_arguments_are() -> None:
+    for command, words in (("run", "A preset (see oneround methods), a recipe file"), ("export", "Where to write it")):
+        told = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+        assert words in " ".join(told.split()), command
+
+
+def test_numbers_of_a_partition_are_never_cut() -> None:
+    told = CliRunner().invoke(app, ["partition", "--clients", "20", "--alpha", "0.1"], env={"COLUMNS": "60"}).output
+    assert "…" not in told.partition("drawn in")[0]
+
+
+def test_what_a_command_cannot_use_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "site.npz").write_bytes(bytes(range(200, 256)))
+    for words, line in (
+        (["federate", "client", "--server", "localhost:1", "--insecure", "--site", "site.npz"], "site.npz: not text; a site file is YAML"),
+        (["export", "nowhere", "model.txt"], "model.txt: name a file that ends in .onnx"),
+    ):  # fmt: skip
+        assert line in " ".join(bad(*words, cwd=tmp_path).split())
+
+
+def test_options_that_would_do_nothing_are_refused(finished: Path) -> None:
+    for words in (["--set", "beta=2"], ["--out", "somewhere"]):
+        assert "--set and --out are for one rule; name it with --rule" in bad("fuse", str(finished), *words)
+    assert "5-1 is no range of 1 to 1,000 seeds" in bad("sweep", "v4", "--partitions", "5-1")
+    assert "1-100000000 is no range" in bad("sweep", "v4", "--partitions", "1-100000000")
+    assert "--minutes nan: must be a number above 0" in bad("sweep", "v4", "--minutes", "nan")

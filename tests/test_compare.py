@@ -256,6 +256,8 @@ def test_the_layouts_of_the_documents(grid: Path) -> None:
     assert float(last[3]) == pytest.approx(float(last[2]) - float(last[1]), abs=0.011)
     assert float(last[2]) == pytest.approx(group.entries[1].summary.mean, abs=0.006)
     (sheet,) = lambda_sheets(group)
+    (named,) = lambda_sheets(replace(group, setting="α = 0.05"))
+    assert named.title == "λ of etf-entropy, α = 0.05"
     assert sheet.title == "λ of etf-entropy" and len(sheet.rows) == 2 and len(sheet.heads) == 4
     assert sheet.rows[0][1] == sheet.rows[1][1]
 
@@ -347,3 +349,11 @@ def test_words_that_mean_nothing_are_refused(grid: Path, tmp_path: Path) -> None
 def test_a_cell_cannot_break_a_table() -> None:
     sheet = Sheet("t", ["a", "b"], [["x|y", "1 & 2"]])
     assert r"x\|y" in sheet.markdown() and r"1 \& 2" in sheet.latex()
+    plain = Sheet("t", ["λ first → last"], [["× 3, Δ {1} $2 a^b ~ \\"]]).latex()
+    assert plain.isascii() and r"\{1\} \$2" in plain
+
+
+def test_several_tables_in_one_file_are_told_apart() -> None:
+    both = [Sheet(f"α = {alpha}, five", ["a"], [["1"]]) for alpha in (0.05, 0.5)]
+    assert written(both, "csv") == '"α = 0.05, five"\na\n1\n\n"α = 0.5, five"\na\n1\n'
+    assert written(both[:1], "csv") == "a\n1\n"

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -298,6 +299,18 @@ def test_a_failing_client_names_itself(digits: Dataset, tmp_path: Path) -> None:
     recipe = small_recipe(training__learning_rate=1e30, training__clip_norm=0.0, training__epochs=6, local__workers=2)
     with pytest.raises(RunError, match=r"client_00\d, epoch 1: the loss or its gradient is not finite"):
         run(recipe, tmp_path / "run", data=digits)
+
+
+@pytest.mark.parametrize("lost", ["model", "uploads"])
+def test_what_went_missing_of_a_finished_run_is_made_again(digits: Dataset, tmp_path: Path, lost: str) -> None:
+    recipe = small_recipe(training__epochs=2, snapshots=1, local__workers=1)
+    run(recipe, tmp_path, data=digits)
+    before = {name: (tmp_path / name).read_bytes() for name in ("result.json", "metrics.jsonl")}
+    shutil.rmtree(tmp_path / lost)
+    run(recipe, tmp_path, data=digits, resume=True)
+    assert (tmp_path / "model" / "manifest.json").is_file() and list((tmp_path / "uploads").iterdir())
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    assert "finished, but" in (tmp_path / "run.log").read_text()
 
 
 def test_a_torn_log_is_mended(digits: Dataset, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing import forkserver
@@ -86,6 +86,8 @@ class Crew:
             if kind is not None:
                 for process in list((self._pool._processes or {}).values()):
                     process.kill()
+                if kind is KeyboardInterrupt:
+                    _stop_loading()
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._events.put(None)
             assert self._listener is not None
@@ -109,8 +111,22 @@ class Crew:
 def load_workers() -> ForkServerContext:
     """Begin to load what workers are forked from, so that it is there when they are needed."""
     processes = forked_from(__name__)
-    forkserver.ensure_running()
+    with ignoring_interrupts():
+        forkserver.ensure_running()
     return processes
+
+
+@contextmanager
+def ignoring_interrupts() -> Iterator[None]:
+    """A process begun here does not hear an interrupt, which goes to all processes of a terminal: its parent decides."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def forked_from(*modules: str) -> ForkServerContext:
@@ -120,6 +136,14 @@ def forked_from(*modules: str) -> ForkServerContext:
         [*modules, "torch._dynamo"]
     )  # PyTorch's optimisers load it, otherwise in every process
     return context
+
+
+def _stop_loading() -> None:
+    """This process is about to end: whatever it is forking workers from must not fork one that finds it gone."""
+    begun = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if begun is not None:
+        with suppress(ProcessLookupError):
+            os.kill(begun, signal.SIGKILL)
 
 
 def listen(events: Any, emit: Emit) -> None:

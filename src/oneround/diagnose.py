@@ -195,8 +195,8 @@ def _tested(place: RunFolder, remarks: list[str]) -> list[int]:
         return []
     try:
         scores = place.read_result()["rules"]
-        return [sum(row) for row in next(iter(scores.values()))["confusion"]]
-    except (OneroundError, StopIteration, KeyError, TypeError, AttributeError) as error:
+        return [sum(row) for row in next(iter(scores.values()))["confusion"]] if scores else []
+    except (OneroundError, KeyError, TypeError, AttributeError) as error:
         remarks.append(f"left out: {place.result} ({error})")
         return []
 

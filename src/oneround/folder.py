@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from oneround import acts
 from oneround.crew import Job
-from oneround.errors import ProtocolError, RunError, did_you_mean
+from oneround.errors import ProtocolError, RecipeError, RunError, did_you_mean
 from oneround.observe.log import MetricsLog
 from oneround.observe.sound import fault_of_result, is_table
 from oneround.protocol import Broadcast, UploadFolder, blob
@@ -166,7 +166,11 @@ class RunFolder:
         """The recipe the run was begun with."""
         if not self.recipe.is_file():
             raise ProtocolError(f"{self.path}: not a run folder (no recipe.yaml in it)")
-        return load(self.recipe, overrides)
+        try:
+            return load(self.recipe, overrides)
+        except RecipeError as error:
+            told = str(error)
+            raise RecipeError(told if str(self.recipe) in told else f"{self.recipe}: {told}") from None
 
     def uploads(self, without: Sequence[str] = (), late: Sequence[Path] = ()) -> UploadFolder:
         """The uploads that are there, checked when read; without those of some clients, with some that came late."""

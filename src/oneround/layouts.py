@@ -98,9 +98,8 @@ def lambda_sheets(group: Group, every: int = 1) -> list[Sheet]:
             for epoch in epochs
         ]
         note = f"partition {run.partition_seed}" + ("" if same else "; raw λ → truly effective λ")
-        sheets.append(Sheet(f"λ of {method}", ["epoch", *raw], rows, [note], {"raw": raw, "effective": effective}))
-    if not sheets:
-        raise RecipeError("none of these runs has a λ (alignment); --layout methods or rounds")
+        title = f"λ of {method}" + (f", {group.setting}" if group.setting else "")
+        sheets.append(Sheet(title, ["epoch", *raw], rows, [note], {"raw": raw, "effective": effective}))
     return sheets
 
 

@@ -202,6 +202,13 @@ class Plan:
         )
 
 
+def server_of(recipe: Recipe, data: Dataset, folder: Path) -> Site:
+    """The server of a run, with the images it holds itself: its share of the data, or its own where sites bring theirs."""
+    if not datasets.of(recipe.data).elsewhere:
+        return Plan.of(recipe, data).server(folder)
+    return Site("server", data.train if len(data.train) else None, folder, recipe.local)
+
+
 def mislabelled(recipe: Federated, data: Dataset, split: Split) -> Dataset:
     """The data with wrong labels at some clients, where the recipe asks for it."""
     if recipe.label_noise is None:

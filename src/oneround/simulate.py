@@ -62,28 +62,42 @@ def run(
     announcement = {"event": "plan", "lines": plan.lines(), "steps": plan.steps, "epochs": plan.recipe.epochs}
     with place.locked(), logging_to(folder):
         begun = _begun(place, plan)
+        if begun:
+            _check_finished(place)
         size = crew_size(plan.recipe.local, plan.traffic.parameters, len(plan.clients))
-        if crew is None and size > 1 and not place.result.exists():
-            load_workers()
-        emit(announcement)
-        if not begun:
-            _begin(place, plan, emit)
-        if not place.result.exists():
-            if begun:
-                _mend_broadcast(place, plan, emit)
-            try:
+        try:
+            if crew is None and size > 1 and not place.result.exists():
+                load_workers()
+            emit(announcement)
+            if not begun:
+                _begin(place, plan, emit)
+            if not place.result.exists():
+                if begun:
+                    _mend_broadcast(place, plan, emit)
                 with (
                     opened(recipe, folder) as sinks,
                     nullcontext(crew) if crew else Crew(plan.data.train, size, emit, deadline) as workers,
                 ):
                     _train_and_score(place, plan, workers, emit, sinks)
-            except KeyboardInterrupt:
-                raise Interrupted(f"interrupted; go on with oneround run {folder} --resume") from None
-            except BrokenProcessPool:
-                raise RunError(
-                    f"{folder}: a training process died (out of memory?); go on with oneround run {folder} --resume, perhaps with --set local.workers=1"
-                ) from None
+        except KeyboardInterrupt:
+            go_on = f"go on with oneround run {folder} --resume" if place.recipe.exists() else "nothing was trained yet"
+            raise Interrupted(f"interrupted; {go_on}") from None
+        except BrokenProcessPool:
+            raise RunError(
+                f"{folder}: a training process died (out of memory?); go on with oneround run {folder} --resume, perhaps with --set local.workers=1"
+            ) from None
         return Result.read(folder)
+
+
+def _check_finished(place: RunFolder) -> None:
+    """A finished run whose model or uploads are gone is not finished: what is missing is made again."""
+    if not place.result.exists():
+        return
+    lost = [name for name in place.read_result()["uploads"] if not place.upload(name).is_file()]
+    if lost or not (place.model / "manifest.json").is_file():
+        what = f"uploads of {', '.join(lost)}" if lost else "the model"
+        log.warning("%s: finished, but %s went missing; made again", place.path, what)
+        place.result.unlink()
 
 
 def _begun(place: RunFolder, plan: Plan) -> bool:

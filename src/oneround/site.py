@@ -91,7 +91,10 @@ def choose_device(wanted: str) -> torch.device:
     """The device named in a recipe's local half; auto: a GPU when there is one."""
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(wanted)
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise RecipeError(f"local.device = {wanted}: unknown; use auto, cpu, mps, cuda or cuda:0") from None
     there = (
         torch.cuda.device_count()
         if device.type == "cuda"

@@ -37,6 +37,8 @@ from oneround.recipe import Recipe
 from oneround.sections import Seed
 from oneround.simulate import run
 
+MOST = 1000  # seeds in a range
+
 
 class Grid(Strict):
     """What to run."""
@@ -58,7 +60,12 @@ class Grid(Strict):
     @classmethod
     def _range(cls, value: Any) -> Any:
         match = re.fullmatch(r"(\d+)-(\d+)", value) if isinstance(value, str) else None
-        return list(range(int(match[1]), int(match[2]) + 1)) if match else value
+        if match is None:
+            return value
+        first, last = int(match[1]), int(match[2])
+        if not first <= last < first + MOST:
+            raise ValueError(f"{value} is no range of 1 to {MOST:,} seeds; give the first and the last, 1-5")
+        return list(range(first, last + 1))
 
     @field_validator("methods", "partitions", "seeds", "alpha")
     @classmethod
@@ -148,6 +155,8 @@ def sweep(
     emit: Emit = silent,
 ) -> Progress:
     """Run what is not done yet. Raises nothing for a cell that fails: it is told, and the others go on."""
+    if minutes is not None and not minutes > 0:
+        raise RecipeError(f"--minutes {minutes}: must be a number above 0")
     deadline = time.time() + 60 * minutes if minutes else None
     waiting = [cell for cell in every if not RunFolder(folder / cell.name).result.exists()]
     emit({"event": "sweep", "cells": len(every), "done": len(every) - len(waiting)})

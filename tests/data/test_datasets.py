@@ -387,6 +387,15 @@ BROKEN = {
     "one name": ({"class_names": np.array("cat")}, r"class_names has shape \(\); give a list of names"),
     "huge label": ({"y_train": np.array([0, 1, 2, 0, 1, 10**9])}, "1000000001 classes, more than the 6 training"),
     "beyond int64": ({"y_train": np.array([0, 1, 2, 0, 1, 2**64 - 1], np.uint64)}, "label of 18446744073709551615"),
+    "labels from 1": (
+        {"y_train": np.array([1, 2, 3, 1, 2, 3]), "y_test": np.array([1, 2, 3])},
+        "no training image has the label 0",
+    ),
+    "labels with gaps": (
+        {"y_train": np.array([0, 1, 4, 0, 1, 4]), "y_test": np.array([0, 1, 4])},
+        "no training image has the label 2, and labels go up to 4",
+    ),
+    "tested, never trained": ({"y_test": np.array([0, 1, 3])}, "no training image has the label 3"),
     "objects": ({"class_names": np.array(["a", None, {}], object)}, "not a readable .npz"),
 }
 
@@ -493,3 +502,8 @@ def test_no_network_and_no_file_says_where_to_put_which(tmp_path: Path, monkeypa
         load("cifar10", tmp_path)
     with pytest.raises(DataError, match="no folder or file"):
         load("cifar10", tmp_path / "nowhere")
+
+
+def test_downloads_go_to_the_users_cache_wherever_one_works(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ONEROUND_DATA", raising=False)
+    assert official.cache().is_absolute() and here not in official.cache().parents

@@ -13,6 +13,7 @@ from flwr.app import Context, Error, Message
 from flwr.common.constant import ErrorCode
 from inprocess import InProcess
 
+from commands import bad, good
 from conftest import small_recipe
 from oneround.data import Dataset
 from oneround.errors import RecipeError, RunError
@@ -243,6 +244,15 @@ def test_a_server_without_images_makes_the_model_all_the_same(digits: Dataset, t
     serve(InProcess(nodes), recipe, tmp_path / "run", NOW)
     assert "no test images here to score it" in log_of(tmp_path / "run")
     assert (tmp_path / "run" / "model" / "manifest.json").exists() and result(tmp_path / "run")["rules"] == {}
+    folder = str(tmp_path / "run")
+    assert "no test images here; name some with --data-dir" in bad("evaluate", folder)
+    assert (
+        "typicality-gated"
+        in good("report", folder, "--out", str(tmp_path / "page.html"), cwd=tmp_path)
+        + (tmp_path / "page.html").read_text()
+    )
+    assert "left out: " not in good("diagnose", folder)
+    assert "model written to" in good("fuse", folder, "--rule", "iffi", cwd=tmp_path)
 
 
 def test_a_class_the_recipe_does_not_know_is_told_before_training(
@@ -257,6 +267,32 @@ def test_a_class_the_recipe_does_not_know_is_told_before_training(
     told = "the recipe does not know 'une'; it knows 'zero', 'one', 'two'"
     assert told in log_of(tmp_path / "run") and told in (tmp_path / "kept" / "site.log").read_text()
     assert "epoch" not in (tmp_path / "kept" / "site.log").read_text()
+
+
+def test_a_site_that_refused_is_asked_again_when_it_comes_back(digits: Dataset, tmp_path: Path) -> None:
+    """What was wrong there is put right while the server waits; it keeps its number, as a registered key does."""
+    recipe, nodes = own_sites(digits, tmp_path)
+    file = Path(nodes[1]["site"])
+    right = file.read_text()
+    file.write_text(right.replace("labels: {une: one}", ""))
+
+    class Mended(InProcess):
+        looks = 0
+
+        def get_nodes(self) -> Any:
+            self.looks += 1
+            if self.looks == 4:
+                file.write_text(right)
+            return [info for info in super().get_nodes() if not (self.looks in (3, 4) and info.node_id == 1)]
+
+    grid = Mended(nodes)
+    serve(grid, recipe, tmp_path / "run", NOW)
+    assert sorted(result(tmp_path / "run")["uploads"]) == ["site-0", "site-1"]
+    asked = [message for message in grid.sent if message.metadata.message_type == TRAIN]
+    assert [message.metadata.dst_node_id for message in asked] == [0, 1, 1], "and not while it is still there"
+    assert "does not know 'une'" in log_of(tmp_path / "run") and "asked again when it comes back" in log_of(
+        tmp_path / "run"
+    )
 
 
 def test_an_answer_without_a_file_is_refused(tmp_path: Path) -> None:

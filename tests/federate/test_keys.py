@@ -33,7 +33,14 @@ def test_keys_fit_together_and_are_made_once(tmp_path: Path) -> None:
     assert private.public_key() == load_ssh_public_key(keys.public("hospital-a").read_bytes())
     assert {path.stat().st_mode & 0o077 for path in made if path.suffix == ".key"} == {0}
     before = {path: path.read_bytes() for path in made}
-    assert [path.name for path in keys.make(["other"], ["hospital-a", "b"])] == ["b.key", "b.pub"]
+    assert [path.name for path in keys.make(["10.0.0.7"], ["hospital-a", "b"])] == ["b.key", "b.pub"]
+    with pytest.raises(
+        DataError, match=r"--host other: .*server.crt is for fed.example.org, 10.0.0.7, localhost, 127.0.0.1"
+    ):
+        keys.make(["other"], ["c"])
+    with pytest.raises(DataError, match="--host: is empty"):
+        KeyFolder(tmp_path / "more").make([" "], [])
+    assert not keys.public("c").exists() and not (tmp_path / "more").exists()
     assert {path: path.read_bytes() for path in before} == before
     keys.check_server()
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from oneround.cli.options import DataDirOption, DataOption, DeviceOption, SetOption, app, data_overrides, out
-from oneround.errors import RecipeError, RunError
+from oneround.errors import Interrupted, RecipeError, RunError
 from oneround.reading import checked, parse_override, read_yaml
 
 GOALS = [50.0, 60.0, 70.0, 80.0, 90.0]
@@ -56,6 +56,8 @@ def compare(
             sheets.append(layouts.gradients_sheet(group))
         else:
             sheets += layouts.lambda_sheets(group, every)
+    if not sheets:
+        raise RecipeError("none of these runs has a λ (alignment); --layout methods or rounds")
     if record is not None:
         keep(found, record)
         out.print(f"{len(found)} runs kept in {record}", highlight=False, soft_wrap=True)
@@ -104,8 +106,11 @@ def sweep(
     raw["set"] = {**overrides, **raw.get("set", {}), **dict(parse_override(text) for text in sets or [])}
     local = {"local.data_path": None if data_dir is None else str(data_dir), "local.device": device}
     every = cells(checked(Grid, raw), [(key, value) for key, value in local.items() if value is not None])
-    with SweepLive(out) as live:
-        standing = run_all(every, folder, minutes=minutes, workers=workers, ray=ray, emit=live.emit)
+    try:
+        with SweepLive(out) as live:
+            standing = run_all(every, folder, minutes=minutes, workers=workers, ray=ray, emit=live.emit)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; what is done is kept, the same command goes on") from None
     if standing.left:
         out.print(f"{len(standing.left)} cells are left, the time is over; the same command goes on.", highlight=False)
     if standing.done:

@@ -19,6 +19,7 @@ from oneround.cli.options import (
     RecipeArgument,
     SeedOption,
     SetOption,
+    SiteSetOption,
     app,
     make_recipe,
     out,
@@ -48,7 +49,7 @@ def server(
     recipe: RecipeArgument,
     keys: KeysOption = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 9092,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Where sites reach it.")] = 9092,
     data_dir: DataDirOption = None,
     device: DeviceOption = None,
     folder: OutOption = None,
@@ -88,7 +89,7 @@ def client(
     ] = None,
     device: DeviceOption = None,
     insecure: InsecureOption = False,
-    sets: SetOption = None,
+    sets: SiteSetOption = None,
 ) -> None:
     """Take part with this machine's own images: train once, upload once. Killed and started again it goes on."""
     _need_flower()
@@ -140,7 +141,7 @@ def make_keys(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write them; what is there stays.")],
     hosts: Annotated[list[str] | None, typer.Option("--host", help="Name or address sites reach the server by: makes CA and certificate.")] = None,
     sites: Annotated[list[str] | None, typer.Option("--site", help="Name of a site: makes its key pair.")] = None,
-    days: Annotated[int, typer.Option("--days", min=1, help="How long certificates are valid.")] = 825,
+    days: Annotated[int, typer.Option("--days", min=1, max=36500, help="How long certificates are valid.")] = 825,
 ) -> None:  # fmt: skip
     """Make a CA, a server certificate and key pairs of sites."""
     _need_flower()
@@ -194,7 +195,12 @@ def _site(file: Path | None, given: dict[str, Any], sets: list[str] | None) -> S
     if file is not None:
         if not file.is_file():
             raise DataError(f"--site {file}: no such file")
-        raw = read_yaml(file.read_text(encoding="utf-8"), str(file)) or {}
+        try:
+            raw = read_yaml(file.read_text(encoding="utf-8"), str(file)) or {}
+        except UnicodeDecodeError:
+            raise DataError(f"--site {file}: not text; a site file is YAML (images are named in it, data:)") from None
+        if not isinstance(raw, dict):
+            raise DataError(f"--site {file}: must be a mapping of keys to values")
     device = given.pop("device")
     raw |= {key: str(value) for key, value in given.items() if value is not None}
     if device is not None:

@@ -51,6 +51,10 @@ SetOption = Annotated[
         "--set", help="Any recipe key, as often as you like: --set training.learning_rate=0.1", metavar="KEY=VALUE"
     ),
 ]
+SiteSetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Any key of a site file: --set local.threads=2", metavar="KEY=VALUE"),
+]
 ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="A saved model, or a run folder.")]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -171,10 +172,11 @@ def show_partition(
     table = Table(title=title, title_justify="left", title_style="bold")
     shown = there.class_names[:20]
     for name in ("client", *shown, "all"):
-        table.add_column(name, justify="right")
+        table.add_column(name if len(name) <= 8 else f"{name[:7]}…", justify="right", no_wrap=True)
     for number, counts in enumerate(split.counts.tolist()):
         table.add_row(str(number), *(str(n) if n else "·" for n in counts[: len(shown)]), str(sum(counts)))
-    out.print(table)
+    needed = Console(width=1000).measure(table).maximum
+    Console(width=max(out.width, needed)).print(table)  # a narrow terminal breaks lines rather than numbers
     if there.classes > len(shown):
         out.print(f"({there.classes - len(shown)} more classes are in the picture)", highlight=False)
     for remark in split.remarks():

@@ -22,7 +22,7 @@ from oneround.cli.options import (
     err,
     out,
 )
-from oneround.errors import DataError, ProtocolError
+from oneround.errors import DataError, ProtocolError, RecipeError
 from oneround.parts import load_plugin
 from oneround.reading import parse_override, parse_part, presets
 
@@ -64,18 +64,20 @@ def fuse(
     from oneround.folder import RunFolder
     from oneround.fusion import rules
     from oneround.observe.tables import score_table
-    from oneround.runs import Plan
+    from oneround.runs import server_of
 
     place = RunFolder(folder)
     recipe = place.read_recipe([("local.data_path", str(data_dir))] if data_dir else [])
     uploads = place.uploads(without or (), late or ())
+    if rule == "all" and (sets or target):
+        raise RecipeError("--set and --out are for one rule; name it with --rule")
     if rule == "all":
         chosen = [rules.parse(kind) for kind in sorted(rules.kinds)]
     else:
         options = dict(parse_override(text) for text in sets or [])
         chosen = [rules.of(parse_part("fusion", {"kind": rule, **options}))]
     there = load_dataset(recipe.data, recipe.local.data_path)
-    site = Plan.of(recipe, there).server(folder)
+    site = server_of(recipe, there, folder)
     usable = []
     for each in chosen:
         lacking = acts.lacking(each, uploads.broadcast)
@@ -128,6 +130,10 @@ def evaluate(
             f"{there.name}: images {there.shape} of {there.classes} classes; "
             f"this model takes {model.shape} and knows {len(model.class_names)} classes"
         )
+    if not len(there.test):
+        raise DataError(
+            f"{there.name}: no test images here; name some with --data-dir, or another data set with --data"
+        )
     score = score_model(model, there.test, choose_device(device or "auto"))
     if as_json:
         typer.echo(json.dumps({"data": there.name, "rule": model.rule.label, **score.plain()}))
@@ -172,6 +178,8 @@ def export(
     plugins: PluginOption = None,
 ) -> None:
     """Write a saved model as ONNX and check it with onnxruntime."""
+    if target.suffix != ".onnx":
+        raise DataError(f"{target}: name a file that ends in .onnx")
     model = load_model(folder, plugins)
     difference = model.to_onnx(target)
     out.print(
@@ -212,7 +220,8 @@ def methods(
         table.add_row(method.name, method.alias, method.down, method.up, escape(method.idea + needs))
     out.print(table)
     out.print(
-        f"Bytes are per client, for {model} and {classes} classes. Explain one: oneround methods NAME", highlight=False
+        f"Bytes are per client, for {model} (or the encoder a preset names) and {classes} classes. Explain one: oneround methods NAME",
+        highlight=False,
     )
 
 

@@ -172,13 +172,26 @@ def from_npz(path: Path, name: str, names: tuple[str, ...] = (), mirror: bool = 
     if missing:
         raise DataError(f"{path}: no {', '.join(missing)} in it; expected x_train, y_train, x_test, y_test")
     given = _names_in(path, content["class_names"]) if "class_names" in content else names
-    return dataset_from_arrays(
+    made = dataset_from_arrays(
         name,
         *(content[key] for key in ("x_train", "y_train", "x_test", "y_test")),
         class_names=given or None,
         group_train=content.get("group_train"),
         mirror=mirror,
     )
+    if not given:
+        _check_numbers(path, made)
+    return made
+
+
+def _check_numbers(path: Path, made: Dataset) -> None:
+    """Labels without names count from 0, and each has a training image."""
+    missing = np.flatnonzero(np.bincount(made.train.labels.numpy(), minlength=made.classes) == 0)
+    if len(missing):
+        raise DataError(
+            f"{path}: no training image has the label {missing[0]}, and labels go up to {made.classes - 1}; "
+            "count them from 0 without gaps, or name all classes in class_names"
+        )
 
 
 def _names_in(path: Path, given: files.Array) -> tuple[str, ...]:

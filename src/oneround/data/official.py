@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -85,7 +86,7 @@ class Named(Loader):
 
 def cache() -> Path:
     """Where downloads go: $ONEROUND_DATA, or the user's cache folder."""
-    return Path(pooch.utils.cache_location("oneround", env="ONEROUND_DATA"))
+    return Path(os.environ.get("ONEROUND_DATA") or pooch.os_cache("oneround"))
 
 
 class _Idx(Named):

@@ -47,6 +47,8 @@ class Asked:
     sign: str = ""
     """Id of the question for a sign of life behind it."""
     tries: int = 0
+    refused: bool = False
+    """Whether it refused: something is to be put right there, and it is asked again when it comes back."""
 
 
 class Exchange:
@@ -113,7 +115,13 @@ class Exchange:
 
     def _welcome(self) -> None:
         """Greet every site that is here and was not greeted yet, or was away and is back."""
-        for info in self.grid.get_nodes():
+        here = list(self.grid.get_nodes())
+        away = [
+            node for node, site in self.sites.items() if site.refused and node not in {info.node_id for info in here}
+        ]
+        for node in away:
+            del self.sites[node]
+        for info in here:
             self.names[info.node_id] = info.name
             if info.node_id not in self.sites:
                 self.sites[info.node_id] = Asked()
@@ -146,7 +154,8 @@ class Exchange:
             return
         words = words_of(answer)
         if "refused" in words:
-            log.warning("%s", _short(words["refused"], 500))
+            log.warning("%s; it is asked again when it comes back", _short(words["refused"], 500))
+            site.refused = True
             return
         self.take(node, words, answer)
 

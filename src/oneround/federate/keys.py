@@ -54,7 +54,11 @@ class KeyFolder:
         for site in sites:
             if not re.match(NAME, site):
                 raise DataError(f"--site {site}: a site's name is letters, digits, _ . and -, at most 64")
+        if any(not host.strip() for host in hosts):
+            raise DataError("--host: is empty; give the name or address by which sites reach the server")
         (self.path / "sites").mkdir(parents=True, exist_ok=True)
+        if hosts and self.certificate.exists():
+            self._check_hosts(hosts)
         made: list[Path] = []
         if hosts and not self.ca.exists():
             made += self._make_authority(days)
@@ -64,6 +68,17 @@ class KeyFolder:
             if not self.public(site).exists():
                 made += self._make_pair(site)
         return made
+
+    def _check_hosts(self, hosts: Sequence[str]) -> None:
+        """The certificate that is there was made for these hosts too."""
+        there = x509.load_pem_x509_certificate(self.certificate.read_bytes())
+        known = there.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        other = next((host for host in hosts if _alternative(host) not in list(known)), None)
+        if other is not None:
+            raise DataError(
+                f"--host {other}: {self.certificate} is for {', '.join(str(name.value) for name in known)}; "
+                f"remove it, or make keys in another folder"
+            )
 
     def _make_authority(self, days: float) -> list[Path]:
         key, name = ec.generate_private_key(ec.SECP384R1()), _name("oneround federation")

@@ -21,7 +21,7 @@ from oneround.observe.words import duration, size_in_words
 from oneround.protocol import Broadcast, GlobalModel, Upload, UploadFolder, blob
 from oneround.protocol.messages import check_norms
 from oneround.recipe import Recipe
-from oneround.runs import Plan
+from oneround.runs import Plan, server_of
 from oneround.site import Site, choose_device
 
 log = logging.getLogger("oneround")
@@ -110,8 +110,7 @@ class Desk:
         """Who fuses: with the images the server holds itself."""
         if self.plan:
             return self.plan.server(self.place.path)
-        own = self.data.train if len(self.data.train) else None
-        return Site("server", own, self.place.path, self.recipe.local)
+        return server_of(self.recipe, self.data, self.place.path)
 
     def _held(self) -> dict[str, str]:
         """Uploads that are there already and good, by client, with the digest of what was learned."""

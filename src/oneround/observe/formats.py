@@ -15,7 +15,8 @@ from rich.table import Table
 
 VERDICT = "verdict"
 _LATEX = {"&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "±": r"$\pm$", "λ": r"$\lambda$", "α": r"$\alpha$", "·": r"$\cdot$",
-          "≥": r"$\ge$", "≤": r"$\le$", "–": "--", "−": "$-$"}  # fmt: skip
+          "≥": r"$\ge$", "≤": r"$\le$", "–": "--", "−": "$-$", "→": r"$\to$", "×": r"$\times$", "Δ": r"$\Delta$", "σ": r"$\sigma$",
+          "{": r"\{", "}": r"\}", "$": r"\$", "^": r"\^{}", "~": r"\~{}", "\\": r"\textbackslash{}"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,5 +83,13 @@ def written(sheets: Sequence[Sheet], form: str) -> str:
     """All sheets in one text: `md`, `csv`, `tex` or `json`."""
     if form == "json":
         return "[" + ",\n".join(sheet.json() for sheet in sheets) + "]\n"
+    if form == "csv" and len(sheets) > 1:  # nothing but a line of its own tells which is which
+        return "\n".join(f"{_csv_cell(sheet.title)}\n{sheet.csv()}" for sheet in sheets)
     each = {"md": Sheet.markdown, "csv": Sheet.csv, "tex": Sheet.latex}[form]
     return "\n".join(each(sheet) for sheet in sheets)
+
+
+def _csv_cell(text: str) -> str:
+    told = io.StringIO()
+    csv.writer(told, lineterminator="").writerow([text])
+    return told.getvalue()

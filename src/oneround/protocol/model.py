@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, overload
 
@@ -140,11 +143,12 @@ class GlobalModel(nn.Module):
         example = torch.rand(3, *self.shape, generator=torch.Generator().manual_seed(0))
         batch = torch.export.Dim("batch", min=1, max=4096)
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.onnx.export(
-            model, (example,), str(path), input_names=["images"], output_names=["scores"],
-            dynamic_shapes={"images": {0: batch}}, dynamo=True, verbose=False,
-        )  # fmt: skip
-        written = onnx.load(str(path), load_external_data=False)
+        with _quiet():
+            torch.onnx.export(
+                model, (example,), str(path), input_names=["images"], output_names=["scores"],
+                dynamic_shapes={"images": {0: batch}}, dynamo=True, verbose=False, external_data=False,
+            )  # fmt: skip
+        written = onnx.load(str(path))
         onnx.helper.set_model_props(written, {"class_names": json.dumps(list(self.class_names)), "input": "floats 0…1"})
         onnx.save(written, str(path))
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -153,6 +157,18 @@ class GlobalModel(nn.Module):
             ours = model(checked).numpy()
         theirs: Any = session.run(None, {"images": checked.numpy()})[0]
         return float(np.abs(ours - theirs).max())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter tells of libraries it does not need and of its own old calls."""
+    teller = logging.getLogger("torch.onnx")
+    before = teller.level
+    teller.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    teller.setLevel(before)
 
 
 def _checksum(manifest: dict[str, Any]) -> str:

@@ -14,9 +14,9 @@ CLASSES = 40  # beyond that, confusion is drawn for the fused model only
 
 def classes(record: Record) -> Html:
     """Accuracy per class and who is taken for whom: the fused model against each client."""
-    if record.result is None:
+    rules, clients = ((record.result or {}).get(key, {}) for key in ("rules", "clients"))
+    if record.rule not in rules:  # not finished, or the server had no test images
         return Html("")
-    rules, clients = record.result["rules"], record.result["clients"]
     if any(len(each.get("per_class", ())) != len(record.class_names) for each in (*rules.values(), *clients.values())):
         return aside("Left out: result.json does not have the classes of the broadcast.")
     kept = [name for name in record.largest(CLIENTS) if name in clients]
