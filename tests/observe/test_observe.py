@@ -16,6 +16,7 @@ from conftest import small_recipe
 from oneround.data import Dataset
 from oneround.observe import environment
 from oneround.observe.log import MetricsLog
+from oneround.observe.pictures import draw_accuracy
 from oneround.observe.progress import Live
 from oneround.observe.statistics import Summary, paired
 from oneround.observe.tables import Row, terminal_table
@@ -148,3 +149,10 @@ def test_the_commit_is_that_of_the_checkout_marked_when_files_differ(
     assert environment.commit() == f"{known}-dirty"
     monkeypatch.setenv("ONEROUND_COMMIT", "told")
     assert environment.commit() == "told"
+
+
+@pytest.mark.filterwarnings("error")
+def test_long_names_leave_room_for_the_curves(tmp_path: Path) -> None:
+    long = "mergenet teacher.encoder=cnn width=16 teacher.epochs=4 adapter.width=8 adapter.heads=2 adapter.layers=1"
+    draw_accuracy({long: [{1: 0.2, 2: 0.4}], "average": [{1: 0.3, 2: 0.5}]}, tmp_path / "a.png", "a run")
+    assert (tmp_path / "a.png").stat().st_size > 10_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,8 @@ from oneround.errors import OneroundError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+LEGEND = 36  # letters in a line of it; options of a rule can be many
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -80,14 +83,14 @@ def draw_accuracy(
     for name, runs in curves.items():
         epochs = sorted(set.intersection(*(set(run) for run in runs)))
         mean = [100 * float(np.mean([run[epoch] for run in runs])) for epoch in epochs]
-        (line,) = axes.plot(epochs, mean, marker="o", markersize=3, linewidth=2, label=name)
+        (line,) = axes.plot(epochs, mean, marker="o", markersize=3, linewidth=2, label=fill(name, LEGEND))
         if len(runs) > 1:
             for run in runs:
                 axes.plot(
                     epochs, [100 * run[epoch] for epoch in epochs], color=line.get_color(), linewidth=0.6, alpha=0.4
                 )
     for name, value in (reference or {}).items():
-        axes.axhline(100 * value, color="black", linestyle="--", linewidth=1, label=name)
+        axes.axhline(100 * value, color="black", linestyle="--", linewidth=1, label=fill(name, LEGEND))
     axes.set(xlabel="local epochs before the one upload", ylabel="test accuracy, %", ylim=(0, 100))
     axes.grid(alpha=0.25)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
