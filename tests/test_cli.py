@@ -358,6 +358,10 @@ def test_what_a_command_cannot_use_is_one_line(tmp_path: Path) -> None:
     for words, line in (
         (["federate", "client", "--server", "localhost:1", "--insecure", "--site", "site.npz"], "site.npz: not text; a site file is YAML"),
         (["export", "nowhere", "model.txt"], "model.txt: name a file that ends in .onnx"),
+        (["run", "fafi", "--data", "nowhere/images"], "--data nowhere/images: no such folder"),
+        (["run", "fafi", "--set", "model.encoder.norm=group"], "model.encoder: its kind is not said; add encoder.kind ("),
+        (["federate", "client", "--server", "localhost:99999", "--insecure", "--name", "a", "--data", "site.npz"], "the port from 1 to 65535"),
+        (["federate", "client", "--server", "localhost:1", "--insecure", "--name", "a"], "error: site: give data (a folder"),
     ):  # fmt: skip
         assert line in " ".join(bad(*words, cwd=tmp_path).split())
 

@@ -155,6 +155,12 @@ class Slot(Generic[P]):
             )
         options = dict(value)
         kind = options.pop("kind", self.default)
+        if kind is None:
+            raise PydanticCustomError(
+                "no_kind",
+                "its kind is not said; add {slot}.kind ({known})",
+                {"slot": self.name, "known": ", ".join(sorted(self.kinds))},
+            )
         if not isinstance(kind, str) or kind not in self.kinds:
             raise PydanticCustomError(
                 "unknown_kind",

@@ -255,17 +255,17 @@ def change(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     return parse(raw)
 
 
-def checked(model: type[M], raw: Any) -> M:
-    """Data as that model, with the same one-line errors as a recipe."""
+def checked(model: type[M], raw: Any, what: str = "recipe") -> M:
+    """Data as that model, with the same one-line errors as a recipe; `what` it is where no key is to blame."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise RecipeError(_lines(error)) from None
+        raise RecipeError(_lines(error, what)) from None
 
 
-def _lines(error: ValidationError) -> str:
+def _lines(error: ValidationError, what: str = "recipe") -> str:
     """A line for each mistake."""
-    return "\n".join(dict.fromkeys(_explain(dict(item)) for item in error.errors(include_url=False)))
+    return "\n".join(dict.fromkeys(_explain(dict(item), what) for item in error.errors(include_url=False)))
 
 
 _PLAIN = {
@@ -284,7 +284,7 @@ _PLAIN = {
 }
 
 
-def _explain(item: dict[str, Any]) -> str:
+def _explain(item: dict[str, Any], what: str) -> str:
     where = ".".join(str(step) for step in item["loc"])
     kind, value, context = item["type"], item["input"], item.get("ctx", {})
     message = item["msg"]
@@ -316,7 +316,7 @@ def _explain(item: dict[str, Any]) -> str:
     else:
         rule = _PLAIN.get(kind, message)
     shown = "" if kind == "missing" or isinstance(value, dict) else f" = {_short(value)}"
-    return f"{where or 'recipe'}{shown}: {rule}"
+    return f"{where or what}{shown}: {rule}"
 
 
 def _short(value: Any) -> str:

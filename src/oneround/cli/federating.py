@@ -213,7 +213,7 @@ def _site(file: Path | None, given: dict[str, Any], sets: list[str] | None) -> S
     raw["folder"] = str(Path(raw["folder"]).resolve())
     if "data" in raw and Path(str(raw["data"])).exists():
         raw["data"] = str(Path(str(raw["data"])).resolve())
-    return checked(SiteFile, raw)
+    return checked(SiteFile, raw, "site")
 
 
 def _need_flower() -> None:

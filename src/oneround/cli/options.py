@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from oneround.errors import DataError
 from oneround.reading import load, parse_override
 from oneround.recipe import Recipe
 
@@ -88,4 +89,6 @@ def data_overrides(data: str) -> list[tuple[str, Any]]:
         return [("data.kind", "npz"), ("local.data_path", data)]
     if Path(data).is_dir():
         return [("data.kind", "images"), ("local.data_path", data)]
+    if "/" in data:
+        raise DataError(f"--data {data}: no such folder")
     return [("data.kind", data)]

@@ -175,8 +175,8 @@ def _pair(admission: Admission | None) -> tuple[Path | None, Path | None]:
 
 def _check_admission(server: str, admission: Admission | None, say: Say) -> None:
     host, colon, port = server.rpartition(":")
-    if not colon or not port.isdigit():
-        raise DataError(f"--server {server}: write it as HOST:PORT")
+    if not colon or not port.isdigit() or not 0 < int(port) < 65536:
+        raise DataError(f"--server {server}: write it as HOST:PORT, the port from 1 to 65535")
     if admission is None:
         if not is_loopback(host):
             raise DataError(
