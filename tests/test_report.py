@@ -26,7 +26,8 @@ from oneround.finished import find_runs
 from oneround.reading import load, read_yaml
 from oneround.report import report
 from oneround.report.again import command
-from oneround.report.charts import Bar, Series, bar_chart, heat_map, line_chart
+from oneround.report.charts import Bar, Series, bar_chart, line_chart
+from oneround.report.heat import heat_map
 from oneround.report.record import read
 from oneround.report.scales import scale_for
 from oneround.simulate import run

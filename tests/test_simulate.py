@@ -194,7 +194,8 @@ COMMAND = [
 ]  # fmt: skip
 
 
-def start(folder: Path, *more: str) -> subprocess.Popen[str]:
+def start(folder: Path, *more: str, apart: bool = False) -> subprocess.Popen[str]:
+    """`apart`: in a group of processes of its own, as a terminal would have it."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [*COMMAND, "--out", str(folder), *more],
@@ -202,6 +203,7 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         env=environment,
+        start_new_session=apart,
         preexec_fn=lambda: signal.signal(
             signal.SIGINT, signal.SIG_DFL
         ),  # a test run in the background hands down "ignored"
@@ -280,6 +282,18 @@ def test_interrupted_it_says_how_to_go_on(tmp_path: Path) -> None:
     assert "--resume" in output and "Traceback" not in output
     time.sleep(0.5)
     assert not any(alive(pid) for pid in workers)
+
+
+def test_interrupted_while_workers_load_it_ends_quietly(tmp_path: Path) -> None:
+    """Ctrl-C reaches every process of a terminal, also the one that is loading PyTorch for the workers."""
+    process = start(tmp_path / "run", apart=True)
+    while not (tmp_path / "run" / "run.log").exists():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in output, output
+    assert output.strip().splitlines()[-1].startswith("error: interrupted; ")
 
 
 def test_a_worker_that_dies_is_said_and_nothing_is_lost(tmp_path: Path) -> None:

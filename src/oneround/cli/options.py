@@ -89,6 +89,6 @@ def data_overrides(data: str) -> list[tuple[str, Any]]:
         return [("data.kind", "npz"), ("local.data_path", data)]
     if Path(data).is_dir():
         return [("data.kind", "images"), ("local.data_path", data)]
-    if "/" in data:
+    if Path(data).name != data:
         raise DataError(f"--data {data}: no such folder")
     return [("data.kind", data)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,7 +52,7 @@ class Asked:
     """Whether it refused: something is to be put right there, and it is asked again when it comes back."""
 
 
-class Exchange:
+class Exchange(ABC):
     """What is asked, whom, and what becomes of an answer, is for each kind of exchange to say."""
 
     kind: ClassVar[str]
@@ -63,23 +64,23 @@ class Exchange:
         self.names: dict[int, str] = {}
         """Node → whom its key is registered for."""
 
+    @abstractmethod
     def done(self) -> bool:
         """Whether to stop waiting."""
-        raise NotImplementedError
 
+    @abstractmethod
     def greet(self, node: int, name: str) -> None:
         """A site is here: ask it, unless it need not be asked. Its name is empty where keys are not registered."""
-        raise NotImplementedError
 
+    @abstractmethod
     def question(self) -> RecordDict:
         """What a site is asked."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self, node: int, words: dict[str, str], answer: Message) -> None:
         """What a site answered, with the words in it; no failure and no refusal."""
-        raise NotImplementedError
 
-    def meanwhile(self) -> None:
+    def meanwhile(self) -> None:  # noqa: B027 — not every exchange has something to do
         """What else there is to do between two looks."""
 
     def run(self) -> None:

@@ -165,10 +165,12 @@ def _quiet() -> Iterator[None]:
     teller = logging.getLogger("torch.onnx")
     before = teller.level
     teller.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    teller.setLevel(before)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        teller.setLevel(before)
 
 
 def _checksum(manifest: dict[str, Any]) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oneround.report.charts import heat_map
 from oneround.report.epochs import left_out
+from oneround.report.heat import heat_map
 from oneround.report.markup import Html, aside, charts, folded, percent, table, together
 from oneround.report.record import CLIENTS, Record
 

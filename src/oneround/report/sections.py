@@ -13,9 +13,10 @@ from oneround.observe.diagnosis import Finding
 from oneround.observe.words import duration, size_in_words
 from oneround.reading import presets
 from oneround.report.again import command
-from oneround.report.charts import Bar, bar_chart, heat_map
+from oneround.report.charts import Bar, bar_chart
 from oneround.report.classes import classes
 from oneround.report.epochs import accuracy, alignment, cosines, losses, rounds
+from oneround.report.heat import heat_map
 from oneround.report.markup import Html, aside, charts, facts, folded, notes, number, score, table, tag, together
 from oneround.report.record import Record
 
