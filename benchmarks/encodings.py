@@ -56,7 +56,7 @@ def main() -> None:
         recipe, data = recipes[0], load_dataset(recipes[0].data, options.data_dir)
         described = {
             "preset": recipe.method, "data": recipe.data.kind, "model": recipe.model.encoder.kind, "clients": recipe.partition.clients,
-            "alpha": recipe.partition.alpha, "epochs": recipe.training.epochs, "partitions": len(recipes),
+            "alpha": ", ".join(str(alpha) for alpha in sorted({one.partition.alpha for one in recipes})), "epochs": recipe.training.epochs, "partitions": len(recipes),
         }  # fmt: skip
         measured = [scored(run, one, data) for run, one in zip(options.runs, recipes, strict=True)]
     else:
