@@ -53,7 +53,7 @@ def main() -> None:
         recipes = [
             change(load(str(run / "recipe.yaml"), []), {"local.data_path": options.data_dir}) for run in options.runs
         ]
-        recipe, data = recipes[0], load_dataset(recipes[0].data, options.data_dir)
+        recipe, data = recipes[0], load_dataset(recipes[0].data, recipes[0].local.data_path)
         described = {
             "preset": recipe.method, "data": recipe.data.kind, "model": recipe.model.encoder.kind, "clients": recipe.partition.clients,
             "alpha": ", ".join(str(alpha) for alpha in sorted({one.partition.alpha for one in recipes})), "epochs": recipe.training.epochs, "partitions": len(recipes),

@@ -252,8 +252,8 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--student", type=json.loads, default="mobilenet-v2", help="an encoder, as JSON")
-    parser.add_argument("--teacher", type=json.loads, default="resnet50", help="an encoder, as JSON")
+    parser.add_argument("--student", type=json.loads, default='"mobilenet-v2"', help="an encoder, as JSON")
+    parser.add_argument("--teacher", type=json.loads, default='"resnet50"', help="an encoder, as JSON")
     parser.add_argument("--teacher-epochs", type=int, default=30)
     options = parser.parse_args()
     if options.render:
@@ -263,7 +263,8 @@ def main() -> None:
         "data": options.data, "student": _name(options.student), "teacher": _name(options.teacher), "clients": options.clients,
         "rounds": options.rounds, "epochs": options.epochs,
     }  # fmt: skip
-    data = load_dataset(load("fedavg", [("data.kind", options.data)]).data, options.data_dir)
+    recipe = load("fedavg", [("data.kind", options.data), ("local.data_path", options.data_dir)])
+    data = load_dataset(recipe.data, recipe.local.data_path)
     once = [method for method in ("alone", "pooled", "single", "fused, unscaled") if method in options.methods]
     many = [method for method in ("fused", "fedavg", "taught") if method in options.methods]
     first, *others = options.alphas
