@@ -3,6 +3,7 @@
     python benchmarks/encodings.py --out results/digits_encodings
     python benchmarks/encodings.py --data cifar10 --data-dir DATA --epochs 50 --model resnet18 --batch-size 512 --out results/cifar10_encodings
     python benchmarks/encodings.py --runs RUN... --data-dir DATA --out results/cifar10_encodings       # uploads that are there already
+    python benchmarks/encodings.py --join RECORD.json... --out results/cifar10_encodings                # one page of what was measured in parts
 
 Every client trains once; its upload is then packed and read under each encoding and scored by every rule. The cost is the mean
 over partitions of the accuracy under an encoding minus that under fp32, in points.
@@ -13,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from oneround import acts
 from oneround.data import Dataset, load_dataset
@@ -28,9 +31,14 @@ from oneround.reading import change, load
 from oneround.recipe import Recipe
 from oneround.simulate import run
 from oneround.site import Site
+from study import beside
 
 ENCODINGS = ("fp32", "fp16", "int8")
+PLACES = ("data_dir", "out", "runs", "join")
+FREE = ("alpha", "partitions")
+"""Settings in which records that are joined may differ."""
 Measured = dict[str, dict[str, object]]
+Figures = dict[str, Any]
 
 
 def main() -> None:
@@ -47,30 +55,50 @@ def main() -> None:
     parser.add_argument(
         "--runs", type=Path, nargs="+", metavar="RUN", help="score the uploads of these finished runs; train nothing"
     )
+    parser.add_argument("--join", type=Path, nargs="+", metavar="RECORD.json", help="measure nothing; join records")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.runs:
-        recipes = [
-            change(load(str(run / "recipe.yaml"), []), {"local.data_path": options.data_dir}) for run in options.runs
-        ]
-        recipe, data = recipes[0], load_dataset(recipes[0].data, recipes[0].local.data_path)
-        described = {
-            "preset": recipe.method, "data": recipe.data.kind, "model": recipe.model.encoder.kind, "clients": recipe.partition.clients,
-            "alpha": ", ".join(str(alpha) for alpha in sorted({one.partition.alpha for one in recipes})), "epochs": recipe.training.epochs, "partitions": len(recipes),
-        }  # fmt: skip
-        measured = [scored(run, one, data) for run, one in zip(options.runs, recipes, strict=True)]
+    if options.join:
+        figures = joined([json.loads(record.read_text()) for record in options.join])
+    elif options.runs:
+        figures = of_runs(options.runs, options.data_dir)
     else:
-        recipe, described, measured = trained(options)
-    figures = summary(measured, described, recipe)
+        figures = trained(options)
     text = table(figures)
     print(text)
     if options.out:
-        options.out.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
-        options.out.with_suffix(".md").write_text(text + "\n")
+        beside(options.out, ".json").write_text(json.dumps(figures, indent=1) + "\n")
+        beside(options.out, ".md").write_text(text + "\n")
 
 
-def trained(options: argparse.Namespace) -> tuple[Recipe, dict[str, object], list[Measured]]:
-    """Train on every partition and score; the recipe, how it is described, and what was measured."""
+def joined(records: list[Figures]) -> Figures:
+    """One record of several, which may differ in α."""
+    settings = records[0]["settings"]
+    for record in records:
+        other = [key for key, value in record["settings"].items() if key not in FREE and settings[key] != value]
+        if other:
+            sys.exit(f"{other[0]}: {settings[other[0]]} in one record, {record['settings'][other[0]]} in another")
+    measured = [one for record in records for one in record["measured"]]
+    alphas = [alpha for record in records for alpha in record["settings"]["alpha"].split(", ")]
+    told = {**settings, "alpha": ", ".join(sorted(set(alphas), key=float)), "partitions": len(measured)}
+    return summary(measured, told, records[0]["environment"])
+
+
+def of_runs(runs: list[Path], data_dir: str | None) -> Figures:
+    """Of runs that are finished."""
+    recipes = [change(load(str(run / "recipe.yaml"), []), {"local.data_path": data_dir}) for run in runs]
+    recipe, data = recipes[0], load_dataset(recipes[0].data, recipes[0].local.data_path)
+    alphas = sorted({one.partition.alpha for one in recipes})
+    described = {
+        "preset": recipe.method, "data": recipe.data.kind, "model": recipe.model.encoder.kind, "clients": recipe.partition.clients,
+        "alpha": ", ".join(map(str, alphas)), "epochs": recipe.training.epochs, "partitions": len(recipes),
+    }  # fmt: skip
+    measured = [scored(run, one, data) for run, one in zip(runs, recipes, strict=True)]
+    return summary(measured, described, environment(Site("", local=recipe.local).device))
+
+
+def trained(options: argparse.Namespace) -> Figures:
+    """Train on every partition and score."""
     given = {
         "data.kind": options.data, "local.data_path": options.data_dir, "model.encoder.kind": options.model, "snapshots": 0,
         "training.batch_size": options.batch_size, "training.epochs": options.epochs,
@@ -80,14 +108,11 @@ def trained(options: argparse.Namespace) -> tuple[Recipe, dict[str, object], lis
     data = load_dataset(recipe.data, recipe.local.data_path)
     seeds = range(1, options.partitions + 1)
     measured = [measure(change(recipe, {"seeds.partition": seed}), data) for seed in seeds]
-    return (
-        recipe,
-        {key: value for key, value in vars(options).items() if key not in ("data_dir", "out", "runs")},
-        measured,
-    )
+    described = {key: value for key, value in vars(options).items() if key not in PLACES}
+    return summary(measured, described, environment(Site("", local=recipe.local).device))
 
 
-def summary(measured: list[Measured], described: dict[str, object], recipe: Recipe) -> dict[str, object]:
+def summary(measured: list[Measured], described: dict[str, object], where: dict[str, object]) -> Figures:
     """Cost of every encoding under every rule, in points, partition by partition."""
     rules = list(measured[0]["fp32"]["accuracy"])
     cost = {
@@ -101,7 +126,7 @@ def summary(measured: list[Measured], described: dict[str, object], recipe: Reci
     return {
         "settings": {key: str(value) for key, value in described.items()},
         "bytes": sizes, "share_of_fp32": {encoding: sizes[encoding] / sizes["fp32"] for encoding in ENCODINGS},
-        "cost_in_points": cost, "measured": measured, "environment": environment(Site("", local=recipe.local).device),
+        "cost_in_points": cost, "measured": measured, "environment": where,
     }  # fmt: skip
 
 
@@ -141,7 +166,7 @@ def encoded(
     }
 
 
-def table(figures: dict[str, object]) -> str:
+def table(figures: Figures) -> str:
     """Points lost (−) or won per rule: mean over partitions, and the worst of them."""
     settings, cost = figures["settings"], figures["cost_in_points"]
     rules = list(cost["fp16"])
@@ -156,7 +181,10 @@ def table(figures: dict[str, object]) -> str:
     for encoding, by_rule in cost.items():
         cells = [f"{statistics.mean(values):+.2f} (worst {min(values):+.2f})" for values in by_rule.values()]
         lines.append(f"| {encoding} | {figures['share_of_fp32'][encoding]:.3f} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    where = figures["environment"]
+    return "\n".join(
+        [*lines, "", f"- device: {where['device']}; torch {where['packages']['torch']}; commit {where['commit']}"]
+    )
 
 
 if __name__ == "__main__":

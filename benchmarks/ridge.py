@@ -192,17 +192,18 @@ def main() -> None:
     parser.add_argument("--render", type=Path, metavar="RECORD.json", help="only make the page of a record again")
     parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.render:
-        options.render.with_suffix(".md").write_text(render(json.loads(options.render.read_text())))
-        return
     if options.one:
         print(json.dumps(measure(options.one, options)))
         return
     from oneround.observe.environment import environment
     from oneround.site import choose_device
+    from study import beside
 
+    if options.render:
+        beside(options.render, ".md").write_text(render(json.loads(options.render.read_text())))
+        return
     started = time.monotonic()
-    place = options.out.with_suffix(".json")
+    place = beside(options.out, ".json")
     known: dict[str, Any] = json.loads(place.read_text()) if place.exists() else {"designs": {}}
     here = environment(choose_device(options.device))
     words = [f"--data {options.data}", f"--device {options.device}", *(["--quick"] if options.quick else [])]
@@ -222,14 +223,14 @@ def main() -> None:
             continue
         record["designs"][name] = {**json.loads(done.stdout.splitlines()[-1]), "commit": here["commit"]}
         place.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-        options.out.with_suffix(".md").write_text(render(record))
+        beside(options.out, ".md").write_text(render(record))
         shown = record["designs"][name]["accuracy"].items()
         print(
             f"{name}: "
             + ", ".join(f"{how} {100 * found['test']:.2f} ({found['bytes'] / 1e6:.0f} MB)" for how, found in shown),
             flush=True,
         )
-    print(f"{len(record['designs'])} of {len(DESIGNS)} designs; {options.out.with_suffix('.md')}")
+    print(f"{len(record['designs'])} of {len(DESIGNS)} designs; {beside(options.out, '.md')}")
 
 
 if __name__ == "__main__":

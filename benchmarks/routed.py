@@ -61,7 +61,7 @@ def page(record: Record) -> list[str]:
         f"Test accuracy in % after {record['epochs']} local epochs, five clients, mean ± 95 % interval (each partition); differences are",
         "paired, partition by partition, on the same uploads. A tenth of every client's images is held back to choose T, trust, β and η.\n",
     ]
-    for alpha in dict.fromkeys(cell["alpha"] for cell in cells):
+    for alpha in sorted({cell["alpha"] for cell in cells}):
         for experts in dict.fromkeys(cell["experts"] for cell in cells if cell["alpha"] == alpha):
             mine = [cell for cell in cells if (cell["alpha"], cell["experts"]) == (alpha, experts)]
             seeds = ", ".join(str(cell["partition"]) for cell in mine)

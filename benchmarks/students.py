@@ -27,6 +27,7 @@ from oneround.reading import load
 from oneround.runs import Plan
 from oneround.simulate import run
 from oneround.site import choose_device
+from study import beside
 
 TEACHER = "typicality-gated"
 GIVEN = {
@@ -57,8 +58,8 @@ def main() -> None:
     }  # fmt: skip
     print(table(figures))
     if options.out:
-        options.out.with_suffix(".json").write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
-        options.out.with_suffix(".md").write_text(table(figures) + "\n")
+        beside(options.out, ".json").write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+        beside(options.out, ".md").write_text(table(figures) + "\n")
 
 
 def measure(seed: int) -> Measured:

@@ -46,12 +46,13 @@ class Study:
     ) -> None:
         self.keys, self.setting, self.page = keys, setting, page
         self.deadline = time.time() + 60 * options.minutes
-        self.place = options.out.with_suffix(".json")
+        self.place = beside(options.out, ".json")
         self.here = environment(choose_device("auto"))
         known = json.loads(self.place.read_text()) if self.place.exists() else {"cells": []}
         other = next((key for key, value in setting.items() if known.get(key, value) != value), None)
         if other is not None:
             sys.exit(f"{self.place}: holds runs with {other} = {known[other]}; choose another --out")
+        self.commands: list[str] = [told for told in known.get("arguments", []) if told != asked()]
         self.found = {tuple(entry[key] for key in keys): entry for entry in known["cells"]}
 
     def go_on(
@@ -72,11 +73,11 @@ class Study:
             print(f"{', '.join(f'{key} {value}' for key, value in named.items())}: {words(done)}", flush=True)
             self._keep()
         done_of_these = sum(cell in self.found for cell in cells)
-        print(f"{done_of_these} of {len(cells)} runs; {self.place.with_suffix('.md')}")
+        print(f"{done_of_these} of {len(cells)} runs; {beside(self.place, '.md')}")
 
     def _keep(self) -> None:
         cells = list(self.found.values())
-        record = {**self.setting, "cells": cells, "environment": self.here, "arguments": asked()}
+        record = {**self.setting, "cells": cells, "environment": self.here, "arguments": [*self.commands, asked()]}
         self.place.parent.mkdir(parents=True, exist_ok=True)
         self.place.write_text(json.dumps(record, ensure_ascii=False) + "\n")
         render(self.place, self.page)
@@ -89,9 +90,14 @@ def render(place: Path, page: Callable[[Record], list[str]]) -> None:
     lines = [
         *page(record),
         f"- device: {where['device']}; torch {where['packages']['torch']}; commits {', '.join(commits)}",
-        f"- command: `python benchmarks/{Path(sys.argv[0]).name} {record['arguments']}`",
+        *(f"- command: `python benchmarks/{Path(sys.argv[0]).name} {told}`" for told in record["arguments"]),
     ]
-    place.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    beside(place, ".md").write_text("\n".join(lines) + "\n")
+
+
+def beside(place: Path, ending: str) -> Path:
+    """The same name with this ending; a point in a name (`alpha_0.5`) is no ending."""
+    return place.with_name(place.name.removesuffix(".json") + ending)
 
 
 def asked() -> str:
