@@ -146,7 +146,7 @@ def train(broadcast: Broadcast, site: Site, until: int | None = None, emit: Emit
     """Site: train on its own data (to the end, or to the end of epoch `until`), resuming what its folder holds."""
     if not broadcast.recipe.trains:
         return _sum_only(broadcast, site, emit)
-    with site.arithmetic(sum(tensor.numel() for tensor in broadcast.weights.values())):
+    with site.arithmetic(sum(tensor.numel() for tensor in broadcast.weights.values()), search=True):
         learner = Learner(broadcast, site, emit)
         learner.train(broadcast.last_epoch if until is None else until)
         if learner.stopped and learner.epoch == broadcast.first_epoch:

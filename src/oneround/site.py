@@ -18,6 +18,7 @@ from oneround.parts import Strict
 from oneround.recipe import Local
 
 SMALL = 2_000_000  # parameters: below, one thread per client and clients side by side are fastest
+BESIDE_A_GPU = 4  # threads: the CPU only adds and writes; more of them wait for each other where runs share a machine
 
 
 class Masks(Protocol):
@@ -65,14 +66,17 @@ class Site:
         return self.folder / "server" / hashlib.sha256(options.model_dump_json().encode()).hexdigest()[:8]
 
     @contextmanager
-    def arithmetic(self, parameters: int) -> Iterator[None]:
-        """Threads and determinism for the length of an act on a network of that size; as before afterwards."""
+    def arithmetic(self, parameters: int, *, search: bool = False) -> Iterator[None]:
+        """Threads and determinism for the length of an act on a network of that size; as before afterwards.
+
+        `search`: let a GPU try every way to convolve first, which takes seconds and pays only where a network is trained.
+        """
         before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
         torch.set_num_threads(threads_per_client(self.local, parameters))
         if self.local.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = not self.local.deterministic
+        torch.backends.cudnn.benchmark = search and not self.local.deterministic
         try:
             yield
         finally:
@@ -84,7 +88,10 @@ class Site:
 
 def threads_per_client(local: Local, parameters: int) -> int:
     """CPU threads for a network of that many parameters; results are bit-equal for a fixed number."""
-    return local.threads or (1 if parameters < SMALL else os.cpu_count() or 1)
+    cores = os.cpu_count() or 1
+    if choose_device(local.device).type != "cpu":
+        return local.threads or min(BESIDE_A_GPU, cores)
+    return local.threads or (1 if parameters < SMALL else cores)
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from oneround.fusion.rule import Rule, rules
 from oneround.models import Inference, Single
+from oneround.models.inference import placed
 from oneround.models.prototype import filled
 from oneround.protocol import Broadcast, Upload
 from oneround.recipe import Federated
@@ -43,7 +44,7 @@ def single(
     """A network of the clients' kind with these weights, ready to answer; `told`: what its rule has to tell."""
     assert broadcast.recipe.model.encoder is not None
     net = filled(broadcast.recipe.model.encoder, broadcast.shape[0], broadcast.classes, weights)
-    return Single(net.eval().requires_grad_(False), told).to(server.device)
+    return placed(Single(net, told), server.device)
 
 
 def average_weights(uploads: Sequence[Upload]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oneround.models import Ensemble, Expert, Inference
-from oneround.models.inference import Combine, Seen, Totals
+from oneround.models.inference import Combine, Seen, Totals, placed
 from oneround.models.prototype import filled
 from oneround.parts import Part, Slot
 from oneround.protocol import Broadcast, Upload
@@ -177,9 +177,7 @@ def expert_of(upload: Upload, broadcast: Broadcast, device: torch.device) -> Exp
     encoder = broadcast.recipe.model.encoder
     assert encoder is not None
     net = filled(encoder, broadcast.shape[0], broadcast.classes, upload.weights)
-    expert = Expert(net, torch.tensor(upload.samples), upload.class_counts, upload.statistics)
-    layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
-    expert.to(device, memory_format=layout).eval().requires_grad_(False)  # type: ignore[call-overload]
+    expert = placed(Expert(net, torch.tensor(upload.samples), upload.class_counts, upload.statistics), device)
     noise = torch.randn(1, *broadcast.shape, generator=generator(broadcast.recipe.seeds.initialisation, "noise image"))
     expert.noise_feature.copy_(expert.net.encoder(noise.to(device))[0])
     return expert

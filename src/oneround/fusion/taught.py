@@ -15,6 +15,7 @@ from oneround.fusion.rule import rules
 from oneround.learning.distillation import distil
 from oneround.mergenet import Teacher, teacher_of
 from oneround.models import Inference
+from oneround.models.inference import placed
 from oneround.models.prototype import filled
 from oneround.protocol import Broadcast, Upload
 from oneround.recipe import Local
@@ -55,7 +56,7 @@ class Taught(Average):
             "epochs": self.epochs, "batch_size": self.batch_size, "learning_rate": self.learning_rate, "schedule": "constant",
         }  # fmt: skip
         net = distil(
-            teacher.to(server.device).eval().requires_grad_(False), broadcast, server.data, server,
+            placed(teacher, server.device), broadcast, server.data, server,
             student=encoder, training=training, temperature=self.temperature, batch_key=self.key(broadcast.recipe, "batch_size"),
             start=averaged, name=f"student/{broadcast.round}",
         )  # fmt: skip

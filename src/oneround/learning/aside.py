@@ -38,7 +38,7 @@ def train_aside(
 ) -> PrototypeNet:  # fmt: skip
     """Such a network, trained from `start`. `batch_key`: what a recipe calls its batch size."""
     sent = replace(broadcast, recipe=recipe, weights=dict(start), extras={}, round=1)
-    with server.arithmetic(sum(tensor.numel() for tensor in start.values())):
+    with server.arithmetic(sum(tensor.numel() for tensor in start.values()), search=True):
         learner = Learner(sent, Site(name, images, local=server.local), teacher=teacher, batch_key=batch_key)
         learner.train(recipe.training.epochs)
     if learner.stopped:

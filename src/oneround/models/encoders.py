@@ -127,7 +127,7 @@ class Projection(nn.Module):
         self.conv, self.norm = _conv(inputs, outputs, 1, stride), make_norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        return normalise(self.norm, self.conv(x), relu=False)
+        return normalise(self.norm, self.conv(x), then=None)
 
 
 def _shortcut(inputs: int, outputs: int, stride: int, make_norm: MakeNorm) -> nn.Module:
@@ -183,6 +183,20 @@ class ResNet50(EncoderPart):
 # --- MobileNetV2 -------------------------------------------------------------------------------------------------------
 
 
+class Chain(nn.Sequential):
+    """Convolution, norm and (except at the end of a block) ReLU6, as often as they come."""
+
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """`added`: a shortcut, to the last norm."""
+        layers = list(self)
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            if isinstance(layer, nn.Conv2d):
+                x = layer(x)
+            elif not isinstance(layer, nn.ReLU6):  # a norm
+                x = normalise(layer, x, added if following is None else None, "relu6" if following else None)
+        return x
+
+
 class InvertedResidual(nn.Module):
     """Widen by 1×1, filter per channel by 3×3, project back by 1×1; a shortcut where shapes agree."""
 
@@ -191,15 +205,15 @@ class InvertedResidual(nn.Module):
         hidden = inputs * widen
         layers: list[nn.Module] = []
         if widen != 1:
-            layers += [_conv(inputs, hidden, 1), make_norm(hidden), nn.ReLU6(inplace=True)]
-        layers += [_conv(hidden, hidden, 3, stride, groups=hidden), make_norm(hidden), nn.ReLU6(inplace=True)]
+            layers += [_conv(inputs, hidden, 1), make_norm(hidden), nn.ReLU6()]
+        layers += [_conv(hidden, hidden, 3, stride, groups=hidden), make_norm(hidden), nn.ReLU6()]
         layers += [_conv(hidden, outputs, 1), make_norm(outputs)]
-        self.layers = nn.Sequential(*layers)
+        self.layers = Chain(*layers)
         self.residual = stride == 1 and inputs == outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return x + out if self.residual else out
+        out: Tensor = self.layers(x, x if self.residual else None)
+        return out
 
 
 class MobileNet(Encoder):
@@ -210,14 +224,14 @@ class MobileNet(Encoder):
     def __init__(self, channels: int, make_norm: MakeNorm) -> None:
         super().__init__()
         self.features = 1280
-        self.stem = nn.Sequential(_conv(channels, 32), make_norm(32), nn.ReLU6(inplace=True))
+        self.stem = Chain(_conv(channels, 32), make_norm(32), nn.ReLU6())
         inputs, blocks = 32, []
         for widen, outputs, depth, stride in self.stages:
             for number in range(depth):
                 blocks.append(InvertedResidual(inputs, outputs, stride if number == 0 else 1, widen, make_norm))
                 inputs = outputs
         self.blocks = nn.Sequential(*blocks)
-        self.last = nn.Sequential(_conv(inputs, 1280, 1), make_norm(1280), nn.ReLU6(inplace=True))
+        self.last = Chain(_conv(inputs, 1280, 1), make_norm(1280), nn.ReLU6())
 
     def forward(self, images: Tensor) -> Tensor:
         maps: Tensor = self.last(self.blocks(self.stem(images)))

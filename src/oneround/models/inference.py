@@ -7,7 +7,7 @@ with all experts in memory (a saved model in use) or with one at a time read fro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,13 @@ from torch.nn import functional as F
 from oneround.models.prototype import PrototypeNet
 
 Totals = dict[str, Tensor]
+M = TypeVar("M", bound=nn.Module)
+
+
+def placed(module: M, device: torch.device) -> M:
+    """On the device and ready to answer: nothing is trained, and on a GPU in the layout its convolutions like."""
+    layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
+    return module.to(device, memory_format=layout).eval().requires_grad_(False)  # type: ignore[call-overload,no-any-return]
 
 
 class Inference(nn.Module):

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import importlib.util
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def normalise(norm: nn.Module, x: Tensor, added: Tensor | None = None, *, relu: bool = True) -> Tensor:
-    """relu(norm(x) + added); on a GPU, batch norm in training does it in one pass (fused.py)."""
+def normalise(
+    norm: nn.Module, x: Tensor, added: Tensor | None = None, then: Literal["relu", "relu6"] | None = "relu"
+) -> Tensor:
+    """then(norm(x) + added); on a GPU, batch norm in training does it in one pass (fused.py)."""
     if x.is_cuda and _fits(norm, x) and not torch.compiler.is_compiling() and _has_triton():
         from oneround.models.fused import batch_norm
 
         assert isinstance(norm, nn.BatchNorm2d)
-        return batch_norm(x, norm, added, relu)
+        return batch_norm(x, norm, added, then)
     out: Tensor = norm(x)
     if added is not None:
         out = out + added
-    return F.relu(out) if relu else out
+    return out if then is None else F.relu(out) if then == "relu" else F.relu6(out)
 
 
 def _fits(norm: nn.Module, x: Tensor) -> bool:
@@ -29,7 +32,7 @@ def _fits(norm: nn.Module, x: Tensor) -> bool:
         isinstance(norm, nn.BatchNorm2d)
         and norm.training
         and norm.momentum is not None
-        and x.shape[1] % 16 == 0
+        and x.shape[1] % 8 == 0
         and x.is_contiguous(memory_format=torch.channels_last)
     )
 
