@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,10 @@ from oneround.recipe import Recipe
 from oneround.runs import Plan
 from oneround.simulate import run
 from oneround.site import Site, choose_device
-from study import Cell, Record, Study, arguments, in_words, render
+from study import Cell, Record, Study, already, arguments, in_words
 
 METHODS = ("fused", "fused, unscaled", "fedavg", "taught", "alone", "pooled", "single")
+KEYS = ("method", "alpha", "seed")
 THRESHOLDS = (0.5, 0.6, 0.7, 0.75)
 
 
@@ -144,9 +146,9 @@ def page(record: Record) -> list[str]:
         "average, mean ± 95 % interval (each seed: partition, start and shuffles).\n",
         "The teacher alone: " + ", ".join(f"{100 * value:.1f} (seed {seed})" for seed, value in sorted(teachers.items())) + "\n",
     ]  # fmt: skip
-    for alpha in dict.fromkeys(cell["alpha"] for cell in cells):
+    for alpha in sorted({cell["alpha"] for cell in cells}):
         here = [cell for cell in cells if cell["alpha"] == alpha]
-        lines += [f"## α = {alpha}\n", *_table(here, record["rounds"]), ""]
+        lines += [f"## α = {alpha:g}\n", *_table(here, record["rounds"]), ""]
     lines += ["## The four questions of seed 003\n", *_answers(cells), ""]
     return lines
 
@@ -221,12 +223,12 @@ def _answers(cells: list[Record]) -> list[str]:
     lines = []
     for question, (one, other) in questions.items():
         found = []
-        for alpha in dict.fromkeys(cell["alpha"] for cell in cells):
+        for alpha in sorted({cell["alpha"] for cell in cells}):
             mine = {cell["seed"]: cell for cell in cells if (cell["method"], cell["alpha"]) == (one, alpha)}
             theirs = {cell["seed"]: _fair(cell) for cell in cells if cell["method"] == other and (cell["alpha"] == alpha or other in ("pooled", "single"))}  # fmt: skip
             both = [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
             if both:
-                found.append(f"α = {alpha}: {_difference(both)}")
+                found.append(f"α = {alpha:g}: {_difference(both)}")
         lines.append(f"- {question.strip()}: {'; '.join(found) or 'not measured'}.")
     return lines
 
@@ -242,7 +244,8 @@ def _fair(cell: Record) -> Record:
     return {**cell, "accuracy": statistics.mean(cell["clients"].values()), "rounds": rounds}
 
 
-def main() -> None:
+def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """What is asked for; words of the command line unless given."""
     parser = arguments(__doc__, "mergenet")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
     parser.add_argument(
@@ -255,9 +258,12 @@ def main() -> None:
     parser.add_argument("--student", type=json.loads, default='"mobilenet-v2"', help="an encoder, as JSON")
     parser.add_argument("--teacher", type=json.loads, default='"resnet50"', help="an encoder, as JSON")
     parser.add_argument("--teacher-epochs", type=int, default=30)
-    options = parser.parse_args()
-    if options.render:
-        render(options.render, page)
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    options = options_of(words)
+    if already(options, KEYS, page):
         return
     setting = {
         "data": options.data, "student": _name(options.student), "teacher": _name(options.teacher), "clients": options.clients,
@@ -271,7 +277,7 @@ def main() -> None:
     cells: list[Cell] = [(method, first, seed) for seed in options.seeds for method in many]
     cells += [(method, alpha, options.seeds[0]) for alpha in others for method in many]
     cells += [(method, first, options.seeds[0]) for method in once]
-    study = Study(options, ("method", "alpha", "seed"), setting, page)
+    study = Study(options, KEYS, setting, page)
     study.go_on(cells, lambda cell, deadline: measure(cell, options, data, deadline), in_brief)
 
 

@@ -20,10 +20,11 @@ from oneround.observe.tables import difference_in_words
 from oneround.reading import load, parse_override
 from oneround.runs import Result
 from oneround.simulate import run
-from study import Cell, Record, Study, arguments, in_words, render
+from study import Cell, Record, Study, already, arguments, in_words
 
 EXPERTS = {"fafi": "routed", "entropy-λ": "routed-entropy", "cross-entropy": "routed-ce"}
 ROUTED = ("routed", "routed posterior=typicality")
+KEYS = ("alpha", "experts", "partition")
 ALONE = ("ridge", "iffi", "typicality-gated")
 
 
@@ -93,11 +94,10 @@ def main() -> None:
     parser.add_argument("--partitions", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--epochs", type=int, default=50)
     options = parser.parse_args()
-    if options.render:
-        render(options.render, page)
+    if already(options, KEYS, page):
         return
     cells = [(a, e, s) for e in options.experts for a in options.alphas for s in options.partitions]
-    study = Study(options, ("alpha", "experts", "partition"), {"data": options.data, "epochs": options.epochs}, page)
+    study = Study(options, KEYS, {"data": options.data, "epochs": options.epochs}, page)
     study.go_on(cells, lambda cell, deadline: measure(cell, options, deadline), in_brief)
 
 

@@ -30,6 +30,7 @@ def arguments(doc: str | None, name: str) -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets")
     parser.add_argument("--runs", type=Path, default=Path("runs") / name)
     parser.add_argument("--out", type=Path, default=Path("results") / f"cifar10_{name}")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="RECORD.json", help="only make one record of several")
     parser.add_argument("--render", type=Path, metavar="RECORD.json", help="only make the page of a record again")
     return parser
 
@@ -81,6 +82,34 @@ class Study:
         self.place.parent.mkdir(parents=True, exist_ok=True)
         self.place.write_text(json.dumps(record, ensure_ascii=False) + "\n")
         render(self.place, self.page)
+
+
+def already(options: argparse.Namespace, keys: Sequence[str], page: Callable[[Record], list[str]]) -> bool:
+    """Whether only records that are there were asked for; if so, it is done."""
+    if options.render:
+        render(options.render, page)
+    elif options.join:
+        place = beside(options.out, ".json")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps(joined(options.join, keys), ensure_ascii=False) + "\n")
+        render(place, page)
+    return bool(options.render or options.join)
+
+
+def joined(places: Sequence[Path], keys: Sequence[str]) -> Record:
+    """One record of several that were measured side by side."""
+    records = [json.loads(place.read_text()) for place in places]
+    setting = {key: value for key, value in records[0].items() if key not in ("cells", "environment", "arguments")}
+    for place, record in zip(places, records, strict=True):
+        for key, value in setting.items():
+            if record[key] != value:
+                sys.exit(
+                    f"{place}: {key} = {record[key]}, in {places[0]} it is {value}; only like records can be joined"
+                )
+    cells = {tuple(cell[key] for key in keys): cell for record in records for cell in record["cells"]}
+    commands = dict.fromkeys(told for record in records for told in record["arguments"])
+    last = records[-1]["environment"]
+    return {**setting, "cells": list(cells.values()), "environment": last, "arguments": list(commands)}
 
 
 def render(place: Path, page: Callable[[Record], list[str]]) -> None:

@@ -1,0 +1,71 @@
+"""The long studies in benchmarks/, made small: every method they name can be built with their defaults, runs, and is not run twice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import mergenet  # noqa: E402
+
+SMALL = [
+    "--student",
+    '{"kind": "cnn", "width": 4}',
+    "--teacher",
+    '{"kind": "cnn", "width": 8}',
+    "--teacher-epochs",
+    "1",
+]
+
+
+def study(name: str, *words: str) -> list[str]:
+    """Run it as its help says; what it printed."""
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("method", mergenet.METHODS)
+def test_every_method_of_the_mergenet_study_is_a_recipe(method: str) -> None:
+    recipe = mergenet.recipe_of((method, 0.5, 1), mergenet.options_of([]))
+    assert recipe.model.encoder is not None and recipe.model.encoder.kind == "mobilenet-v2"
+    assert recipe.rounds * recipe.training.epochs == 15
+
+
+def test_the_mergenet_study_measures_every_method_once_and_goes_on(tmp_path: Path) -> None:
+    where = ["--data", "digits", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "alpha_0.5"), *SMALL]
+    words = [*where, "--alphas", "0.5", "--seeds", "1", "--rounds", "3", "--clients", "2"]
+    first = study("mergenet", *words, "--methods", "fused", "fedavg", "taught", "alone")
+    assert first[-1].startswith("4 of 4 runs")
+    again = study("mergenet", *words)
+    assert [line.split(",")[0] for line in again[:-1]] == ["method pooled", "method single", "method fused"]
+    made = str(tmp_path / "alpha_0.5.json")
+    study("mergenet", "--join", made, made, "--out", str(tmp_path / "joined"))
+    assert (tmp_path / "joined.json").read_text() == Path(made).read_text()
+    record = json.loads(Path(made).read_text())
+    assert sorted(cell["method"] for cell in record["cells"]) == sorted(mergenet.METHODS)
+    assert len(record["arguments"]) == 2
+    page = (tmp_path / "alpha_0.5.md").read_text()
+    assert "not measured" not in page and all(f"\n- {number}. " in page for number in range(1, 5))
+
+
+def test_routed_experts_are_measured_and_their_uploads_scored_in_every_encoding(tmp_path: Path) -> None:
+    small = ["--set", "model.encoder={kind: cnn, width: 4}", "--set", "sums.features.size=64"]
+    where = ["--data", "digits", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "routed")]
+    told = study("routed", *where, *small, "--epochs", "1", "--experts", "fafi", "--alphas", "0.5", "--partitions", "1", "2")  # fmt: skip
+    assert told[-1].startswith("2 of 2 runs")
+    assert "partitions 1, 2" in (tmp_path / "routed.md").read_text()
+    parts = []
+    for run in sorted((tmp_path / "runs").iterdir()):
+        study("encodings", "--runs", str(run), "--out", str(tmp_path / run.name))
+        parts.append(str(tmp_path / f"{run.name}.json"))
+    study("encodings", "--join", *parts, "--out", str(tmp_path / "joined"))
+    joined = json.loads((tmp_path / "joined.json").read_text())
+    assert joined["settings"]["partitions"] == "2" and joined["share_of_fp32"]["int8"] < 0.4
+    assert all(len(costs) == 2 for costs in joined["cost_in_points"]["int8"].values())
