@@ -156,6 +156,20 @@ def test_a_late_upload_is_fused_in(finished: Path, tmp_path: Path) -> None:
     assert good("fuse", str(copy), "--rule", "iffi") != without
     late.write_bytes(raw[:-100])
     assert "client_002.safetensors: refused" in bad("fuse", str(copy), "--rule", "iffi")
+    late.write_bytes(raw)
+    before = (copy / "fused" / "iffi" / "manifest.json").read_bytes()
+    good("fuse", str(copy), "--rule", "iffi", "--without", "client_002")
+    assert (copy / "fused" / "iffi" / "manifest.json").read_bytes() == before, "the model of all is still there"
+    assert (copy / "fused" / "iffi-without-client_002" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "words", [("--interest", "nan"), ("--goal", "nan", "--layout", "goals"), ("--interest", "inf")]
+)
+def test_what_is_no_number_is_no_limit(finished: Path, words: tuple[str, ...]) -> None:
+    assert "nan and inf are no numbers to compare with" in " ".join(
+        oneround("compare", str(finished), *words).stderr.split()
+    )
 
 
 def test_a_copied_upload_is_refused_and_a_missing_one_is_told(finished: Path, tmp_path: Path) -> None:

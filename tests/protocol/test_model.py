@@ -97,7 +97,9 @@ def test_a_damaged_model_is_refused(federation: Federation, tmp_path: Path) -> N
         GlobalModel.load(folder)
     shard.write_bytes(whole)
     for text, words in (
-        ("{", "damaged manifest"),
+        ("{", "it is cut off or was edited"),
+        ("[]", "it is cut off or was edited"),
+        ("{}", "'format' is missing in it"),
         (manifest.replace('"format": 1', '"format": 7'), "format 7"),
         (manifest.replace("cnn", "cnm"), "does not match its checksum"),
     ):

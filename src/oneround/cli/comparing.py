@@ -9,7 +9,17 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from oneround.cli.options import DataDirOption, DataOption, DeviceOption, SetOption, app, data_overrides, out
+from oneround.cli.options import (
+    DataDirOption,
+    DataOption,
+    DeviceOption,
+    InterestOption,
+    SetOption,
+    app,
+    data_overrides,
+    finite,
+    out,
+)
 from oneround.errors import Interrupted, RecipeError, RunError
 from oneround.reading import checked, parse_override, read_yaml
 
@@ -25,8 +35,8 @@ def compare(
     methods: Annotated[list[str] | None, typer.Option("--method", help="Only this method; may be given several times.", metavar="NAME")] = None,
     layout: Annotated[Literal["methods", "rounds", "lambda", "peaks", "goals", "gradients"], typer.Option("--layout", help="methods; rounds × methods; λ per client and round; peaks and falls; how soon it is how good; angles between gradients.")] = "methods",
     every: Annotated[int, typer.Option("--every", min=1, help="Show every so many epochs (rounds, lambda).")] = 1,
-    goals: Annotated[list[float] | None, typer.Option("--goal", min=0, max=100, help="An accuracy in % for --layout goals; may be given several times.")] = None,
-    interest: Annotated[float, typer.Option("--interest", min=0.01, help="Smallest difference in points that would matter.")] = 1.0,
+    goals: Annotated[list[float] | None, typer.Option("--goal", min=0, max=100, callback=finite, help="An accuracy in % for --layout goals; may be given several times.")] = None,
+    interest: InterestOption = 1.0,
     common: Annotated[bool, typer.Option("--common", help="Use only partitions that all methods have.")] = False,
     target: Annotated[Path | None, typer.Option("--out", help="Write it: .md, .csv, .tex or .json.")] = None,
     record: Annotated[Path | None, typer.Option("--keep", help="Also write down the runs, to compare them again without their folders.", metavar="FILE.json")] = None,
@@ -82,7 +92,7 @@ def sweep(
     data_dir: DataDirOption = None,
     device: DeviceOption = None,
     sets: SetOption = None,
-    minutes: Annotated[float | None, typer.Option("--minutes", min=0.01, help="Stop between epochs after so long; the same command goes on.")] = None,
+    minutes: Annotated[float | None, typer.Option("--minutes", min=0.01, callback=finite, help="Stop between epochs after so long; the same command goes on.")] = None,
     workers: Annotated[int | None, typer.Option("--workers", min=1, help="Cells at once; otherwise one per GPU, or per core.")] = None,
     ray: Annotated[str | None, typer.Option("--ray", help="Run the cells on a Ray cluster: its address, or local.", metavar="ADDRESS")] = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder of the sweep: every cell is a run folder in it.")] = Path("sweeps/sweep"),

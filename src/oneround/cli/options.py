@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,6 +56,19 @@ SetOption = Annotated[
 SiteSetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="Any key of a site file: --set local.threads=2", metavar="KEY=VALUE"),
+]
+
+
+def finite(value: Any) -> Any:
+    """Numbers, one or several, that are numbers: `nan` passes every limit."""
+    if any(not math.isfinite(each) for each in (value if isinstance(value, list) else [value]) if each is not None):
+        raise typer.BadParameter("nan and inf are no numbers to compare with")
+    return value
+
+
+InterestOption = Annotated[
+    float,
+    typer.Option("--interest", min=0.01, callback=finite, help="Smallest difference in points that would matter."),
 ]
 ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="A saved model, or a run folder.")]
 

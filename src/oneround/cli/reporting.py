@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from oneround.cli.options import app, out
+from oneround.cli.options import InterestOption, app, out
 
 
 @app.command()
@@ -15,7 +15,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUNS…", help="A run folder, finished or not; or folders with run folders in them (a sweep).")],
     target: Annotated[Path, typer.Option("--out", help="The file to write, or a folder for it.")] = Path("report.html"),
     baseline: Annotated[str | None, typer.Option("--baseline", help="Method the others are compared with; otherwise the first.")] = None,
-    interest: Annotated[float, typer.Option("--interest", min=0.01, help="Smallest difference in points that would matter.")] = 1.0,
+    interest: InterestOption = 1.0,
 ) -> None:  # fmt: skip
     """Write one HTML file about a run or a sweep: charts, comparison, findings; it opens offline."""
     from oneround.observe.words import size_in_words

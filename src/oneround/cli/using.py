@@ -42,7 +42,10 @@ def fuse(
         str, typer.Option("--rule", help="A fusion rule, or all: compare every rule the uploads allow.")
     ] = "all",
     target: Annotated[
-        Path | None, typer.Option("--out", help="Where to write the model; otherwise RUN/fused/RULE.")
+        Path | None,
+        typer.Option(
+            "--out", help="Where to write the model; otherwise RUN/fused/RULE, with who was left out or came late."
+        ),
     ] = None,
     without: Annotated[
         list[str] | None,
@@ -102,7 +105,8 @@ def fuse(
     elif rule == "all":
         raise DataError(f"{folder}: no test images here to compare rules on; name one with --rule, or give --data-dir")
     if rule != "all":
-        written = target or folder / "fused" / rule
+        others = [f"without-{name}" for name in without or ()] + [f"with-{path.stem}" for path in late or ()]
+        written = target or folder / "fused" / "-".join([rule, *others])
         (made.get(usable[0].label) or acts.fuse(uploads, uploads.broadcast, site, usable[0])).save(written)
         out.print(f"model written to {written}/", highlight=False)
 

@@ -118,8 +118,9 @@ class GlobalModel(nn.Module):
             shards = ShardFolder(path.parent, manifest["shards"])
         except RecipeError as error:
             raise ProtocolError(f"{path}: {error}; if a plug-in brings it, name its module (--plugin)") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise ProtocolError(f"{path}: refused, damaged manifest ({error})") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"{error} is missing in it" if isinstance(error, KeyError) else "it is cut off or was edited"
+            raise ProtocolError(f"{path}: refused, damaged ({what}); make the model again: oneround fuse RUN") from None
         try:
             inference = rule.restore(shards, recipe, channels, len(names), streamed)
         except RuntimeError as error:  # load_state_dict: names or shapes differ
