@@ -92,7 +92,7 @@ def sweep(
     data_dir: DataDirOption = None,
     device: DeviceOption = None,
     sets: SetOption = None,
-    minutes: Annotated[float | None, typer.Option("--minutes", min=0.01, callback=finite, help="Stop between epochs after so long; the same command goes on.")] = None,
+    minutes: Annotated[float | None, typer.Option("--minutes", min=0.01, help="Stop between epochs after so long; the same command goes on.")] = None,
     workers: Annotated[int | None, typer.Option("--workers", min=1, help="Cells at once; otherwise one per GPU, or per core.")] = None,
     ray: Annotated[str | None, typer.Option("--ray", help="Run the cells on a Ray cluster: its address, or local.", metavar="ADDRESS")] = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder of the sweep: every cell is a run folder in it.")] = Path("sweeps/sweep"),

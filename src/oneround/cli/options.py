@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from oneround.errors import DataError
+from oneround.errors import DataError, RecipeError
 from oneround.reading import load, parse_override
 from oneround.recipe import Recipe
 
@@ -59,10 +59,11 @@ SiteSetOption = Annotated[
 ]
 
 
-def finite(value: Any) -> Any:
+def finite(option: typer.CallbackParam, value: Any) -> Any:
     """Numbers, one or several, that are numbers: `nan` passes every limit."""
-    if any(not math.isfinite(each) for each in (value if isinstance(value, list) else [value]) if each is not None):
-        raise typer.BadParameter("nan and inf are no numbers to compare with")
+    for each in value if isinstance(value, list) else [value]:
+        if each is not None and not math.isfinite(each):
+            raise RecipeError(f"{option.opts[0]} {each}: must be a number")
     return value
 
 
