@@ -105,7 +105,7 @@ def score_uploads(
     mean, std = preprocessing(broadcast.recipe)
     device = server.device
     sets = [test] + ([held] if held is not None and len(held) else [])
-    totals: list[dict[str, list[Totals]]] = [{name: [] for name in together} for _ in sets]
+    totals = [{name: rule.begin_all(images, device, mean, std) for name, rule in together.items()} for images in sets]
     alone: dict[str, Score] = {}
     for upload in uploads:
         if broadcast.weights:
@@ -144,9 +144,7 @@ def _look(
         answers.append(seen.logits)
         for name, rule in rules.items():
             so_far = totals[name]
-            so_far[number : number + 1] = [
-                rule.add(so_far[number] if number < len(so_far) else rule.begin(images), seen)
-            ]
+            so_far[number : number + 1] = [rule.add(so_far[number] if number < len(so_far) else None, seen)]
     return torch.cat(answers)
 
 
@@ -155,15 +153,14 @@ def score_model(model: GlobalModel, test: Images, device: torch.device) -> Score
     """A model's score; a streamed ensemble reads each of its networks once."""
     if isinstance(model.inference, Ensemble):
         rule = model.inference.to(device).rule
-        totals: dict[str, list[Totals]] = {"": []}
+        totals = {"": rule.begin_all(test, device, model.mean, model.std)}
         for expert in model.inference.experts:
             _look(expert.to(device), {"": rule}, totals, test.batches(device, model.mean, model.std))
             del expert
-        outcome = [rule.scores(sums) for sums in totals[""]]
+        outcome = torch.cat([rule.scores(sums) for sums in totals[""]])
     else:
-        inference = model.inference.to(device)
-        outcome = [inference(images) for images in test.batches(device, model.mean, model.std)]
-    return Score.of(torch.cat(outcome), test.labels, len(model.class_names))
+        outcome = model.inference.to(device).answers(test, device, model.mean, model.std)
+    return Score.of(outcome, test.labels, len(model.class_names))
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,6 +15,8 @@ from oneround.data import Dataset, Images
 from oneround.evaluate import score_model, score_uploads
 from oneround.fusion import rules
 from oneround.fusion.routed import DEFAULTS, Routed, RoutedEnsemble
+from oneround.models import linear
+from oneround.models.linear import Linear
 from oneround.models.prototype import filled
 from oneround.protocol import Broadcast, GlobalModel, Upload
 from oneround.recipe import Local, Recipe
@@ -120,3 +123,35 @@ def test_a_ridge_that_knows_nothing_leaves_the_experts(federation: Federation, h
     experts = accuracy(fused(federation, uploads, None, trust=0.0, eta=0.0), scored)
     assert accuracy(fused(federation, lost, None, trust=1.0, eta=2.0), scored) < experts - 0.05
     assert accuracy(fused(federation, lost, held), scored) >= experts - 0.02
+
+
+def test_the_ridge_is_asked_once_whatever_the_networks_and_the_rules(
+    federation: Federation, held: Images, scored: Images, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snapshots differ in their networks, not in their sums; other sums or other images are another question."""
+    _, broadcast, uploads = federation
+    looked: list[int] = []
+    plain = Linear._scores
+    monkeypatch.setattr(linear, "_answered", deque(maxlen=8))
+    monkeypatch.setattr(Linear, "_scores", lambda self, images: looked.append(len(images)) or plain(self, images))
+    three = {name: rules.parse({"kind": name, **more}) for name, more in (("routed", {}), ("ridge", {}))}
+    three["gated"] = rules.parse({"kind": "routed", "posterior": "typicality"})
+    server = Site("server", local=CPU, validation=held)
+
+    def score(sent: Sequence[Upload], images: Images) -> dict[str, float]:
+        looked.clear()
+        found = score_uploads(three, sent, broadcast, images, server, None, held)
+        return {name: each.loss for name, each in (found.rules | found.alone).items()}
+
+    first = score(uploads, scored)
+    assert sum(looked) == len(scored) + len(held)
+    others = [replace(upload, weights=uploads[0].weights) for upload in uploads]
+    second = score(others, scored)
+    assert looked == [] and second["ridge"] == first["ridge"]
+    assert second[uploads[1].client] != first[uploads[1].client], "the networks are other ones"
+    linear._answered.clear()
+    assert score(uploads, scored) == first
+    fewer = score(uploads[1:], scored)
+    assert sum(looked) == len(scored) + len(held) and fewer["ridge"] != first["ridge"]
+    score(uploads[1:], scored.take(np.arange(50)))
+    assert sum(looked) == 50

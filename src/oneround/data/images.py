@@ -15,6 +15,8 @@ from torch import Tensor
 
 from oneround.errors import DataError
 
+BATCH = 500  # images that a network sees at a time when nothing is trained
+
 
 @dataclass(frozen=True)
 class Images:
@@ -33,7 +35,7 @@ class Images:
     def to(self, device: torch.device) -> Images:
         return Images(self.pixels.to(device), self.labels.to(device))
 
-    def batches(self, device: torch.device, mean: float, std: float, size: int = 500) -> Iterator[Tensor]:
+    def batches(self, device: torch.device, mean: float, std: float, size: int = BATCH) -> Iterator[Tensor]:
         """Normalised floats on the device, so many images at a time."""
         for pixels in self.pixels.split(size):
             yield (pixels.to(device).float() / 255 - mean) / std

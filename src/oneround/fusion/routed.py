@@ -19,6 +19,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from oneround.data import Images
+from oneround.data.images import BATCH
 from oneround.fusion.ridge import Ridge, copies_of, pooled, restored
 from oneround.fusion.rule import EnsembleRule, UploadExperts, restored_experts, rules
 from oneround.fusion.typicality import SHUT, TINY, TypicalityGated, judged
@@ -96,10 +98,8 @@ class Routed(EnsembleRule):
         routing = Routing(ridge, held, self._given(DEFAULTS), self.posterior).to(server.device).eval()
         if server.validation is not None and len(server.validation):
             experts = UploadExperts(uploads, broadcast, server.device)
-            mean, std = preprocessing(broadcast.recipe)
-            batches = list(server.validation.batches(server.device, mean, std))
-            labels = server.validation.labels.to(server.device)
-            routing.setting = self._chosen(routing, routing.seen(batches, experts), labels)
+            seen = routing.seen(server.validation, experts, server.device, *preprocessing(broadcast.recipe))
+            routing.setting = self._chosen(routing, seen, server.validation.labels.to(server.device))
             log.info("routed: chosen on %d validation images: %s", len(server.validation), routing.setting)
         return routing
 
@@ -148,6 +148,10 @@ class Routing(nn.Module):
     def begin(self, images: Tensor) -> Totals | None:
         return self._opened(self.ridge(images).log_softmax(1))
 
+    def begin_all(self, images: Images, device: torch.device, mean: float, std: float) -> list[Totals]:
+        log_p = self.ridge.answers(images, device, mean, std).log_softmax(1)
+        return [self._opened(each) for each in log_p.split(BATCH)]
+
     @staticmethod
     def _opened(log_p: Tensor) -> Totals:
         none = torch.zeros_like(log_p)
@@ -184,12 +188,14 @@ class Routing(nn.Module):
         votes = (totals["votes"] / totals["weight"].clamp(min=TINY)).clamp(min=TINY).log()
         return how.experts * votes + how.eta * totals["ridge"]
 
-    def seen(self, batches: Sequence[Tensor], experts: Experts) -> tuple[Totals, list[View]]:
+    def seen(
+        self, images: Images, experts: Experts, device: torch.device, mean: float, std: float
+    ) -> tuple[Totals, list[View]]:
         """What ridge and experts make of images, to be combined in many ways; one expert in memory at a time."""
-        opened = self._opened(torch.cat([self.ridge(images).log_softmax(1) for images in batches]))
-        views = []
+        opened = self._opened(self.ridge.answers(images, device, mean, std).log_softmax(1))
+        views, batches = [], list(images.batches(device, mean, std))
         for expert in experts:
-            strange, logits, share = zip(*(self.view(expert.see(images)) for images in batches), strict=True)
+            strange, logits, share = zip(*(self.view(expert.see(batch)) for batch in batches), strict=True)
             views.append((torch.cat(strange), torch.cat(logits), share[0]))
         return opened, views
 

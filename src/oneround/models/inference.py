@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneround.data import Images
 from oneround.models.prototype import PrototypeNet
 
 Totals = dict[str, Tensor]
@@ -27,6 +28,10 @@ def placed(module: M, device: torch.device) -> M:
 
 class Inference(nn.Module):
     """Normalised images → scores (n, classes); larger is likelier."""
+
+    def answers(self, images: Images, device: torch.device, mean: float, std: float) -> Tensor:
+        """Its scores on a whole set, a few images at a time."""
+        return torch.cat([self(batch) for batch in images.batches(device, mean, std)])
 
     def shards(self) -> Iterator[dict[str, Tensor]]:
         """The tensors to save, a file at a time."""
@@ -95,6 +100,10 @@ class Combine(Protocol):
 
     def begin(self, images: Tensor) -> Totals | None:
         """What it makes of the images itself, before any expert sees them; most make nothing."""
+        ...
+
+    def begin_all(self, images: Images, device: torch.device, mean: float, std: float) -> list[Totals]:
+        """The same for every batch of a set; empty where it makes nothing."""
         ...
 
     def add(self, totals: Totals | None, seen: Seen) -> Totals: ...

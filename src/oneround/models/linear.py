@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import deque
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from oneround.data import Images
 from oneround.models.features import Constants, Features, Shape, in_parts
 from oneround.models.inference import Inference
 from oneround.models.prototype import on_cpu
@@ -36,6 +39,24 @@ class Linear(Inference):
             return self._scores(images)
         return in_parts(self._scores, images, self.features.at_once, len(self.bias))
 
+    def answers(self, images: Images, device: torch.device, mean: float, std: float) -> Tensor:
+        """Remembered: the sums stay as they are while the networks beside them train on, and several rules ask the same."""
+        asked = (self._digest(), device, mean, std)
+        for known, pixels, scores in _answered:
+            if known == asked and pixels is images.pixels:
+                return scores
+        found = super().answers(images, device, mean, std)
+        _answered.append((asked, images.pixels, found))
+        return found
+
+    def _digest(self) -> str:
+        """SHA-256 of all that its answers depend on."""
+        digest = hashlib.sha256(str((self.shape, self.mirrored)).encode())
+        for tensors in self.shards():
+            for name in sorted(tensors):
+                digest.update(name.encode() + tensors[name].contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
     def _scores(self, images: Tensor) -> Tensor:
         seen: Tensor = self.features(images)
         if self.mirrored:
@@ -48,3 +69,7 @@ class Linear(Inference):
             "shape": torch.tensor(self.shape),
             **{f"features.{name}": value for name, value in self.constants.items()},
         }
+
+
+_answered: deque[tuple[object, Tensor, Tensor]] = deque(maxlen=8)
+"""Which classifier was asked (and how), the pixels of the set, its scores."""
