@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -31,13 +30,13 @@ from oneround.reading import change, load
 from oneround.recipe import Recipe
 from oneround.simulate import run
 from oneround.site import Site
-from study import beside
+from study import beside, check_alike, together
 
 ENCODINGS = ("fp32", "fp16", "int8")
 PLACES = ("data_dir", "out", "runs", "join")
 FREE = ("alpha", "partitions")
 """Settings in which records that are joined may differ."""
-Measured = dict[str, dict[str, object]]
+Measured = dict[str, Any]
 Figures = dict[str, Any]
 
 
@@ -59,7 +58,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.join:
-        figures = joined([json.loads(record.read_text()) for record in options.join])
+        figures = joined(options.join)
     elif options.runs:
         figures = of_runs(options.runs, options.data_dir)
     else:
@@ -71,17 +70,16 @@ def main() -> None:
         beside(options.out, ".md").write_text(text + "\n")
 
 
-def joined(records: list[Figures]) -> Figures:
-    """One record of several, which may differ in α."""
-    settings = records[0]["settings"]
-    for record in records:
-        other = [key for key, value in record["settings"].items() if key not in FREE and settings[key] != value]
-        if other:
-            sys.exit(f"{other[0]}: {settings[other[0]]} in one record, {record['settings'][other[0]]} in another")
-    measured = [one for record in records for one in record["measured"]]
-    alphas = [alpha for record in records for alpha in record["settings"]["alpha"].split(", ")]
-    told = {**settings, "alpha": ", ".join(sorted(set(alphas), key=float)), "partitions": len(measured)}
-    return summary(measured, told, records[0]["environment"])
+def joined(places: list[Path]) -> Figures:
+    """One record of several, which may differ in α and partitions; what is in two of them counts once."""
+    records = [json.loads(place.read_text()) for place in places]
+    settings = [{key: value for key, value in record["settings"].items() if key not in FREE} for record in records]
+    for place, its in zip(places, settings, strict=True):
+        check_alike(places[0], settings[0], place, its)
+    measured = {(one["alpha"], one["partition"]): one for record in records for one in record["measured"]}
+    alphas = sorted({float(alpha) for alpha, _ in measured})
+    told = {**settings[0], "alpha": ", ".join(map(str, alphas)), "partitions": len(measured)}
+    return summary(list(measured.values()), told, together([record["environment"] for record in records]))
 
 
 def of_runs(runs: list[Path], data_dir: str | None) -> Figures:
@@ -143,7 +141,8 @@ def scored(done: Path, recipe: Recipe, data: Dataset) -> Measured:
     trained, broadcast = list(place.uploads()), Broadcast.read(place.broadcast)
     site = Site("server", local=recipe.local)
     with tempfile.TemporaryDirectory() as folder:
-        return {encoding: encoded(trained, broadcast, encoding, data, site, Path(folder)) for encoding in ENCODINGS}
+        found = {encoding: encoded(trained, broadcast, encoding, data, site, Path(folder)) for encoding in ENCODINGS}
+    return {"alpha": recipe.partition.alpha, "partition": recipe.seeds.partition, **found}
 
 
 def encoded(

@@ -53,7 +53,7 @@ class Study:
         other = next((key for key, value in setting.items() if known.get(key, value) != value), None)
         if other is not None:
             sys.exit(f"{self.place}: holds runs with {other} = {known[other]}; choose another --out")
-        self.commands: list[str] = [told for told in known.get("arguments", []) if told != asked()]
+        self.commands = [told for told in commands_of(known) if told != asked()]
         self.found = {tuple(entry[key] for key in keys): entry for entry in known["cells"]}
 
     def go_on(
@@ -107,9 +107,35 @@ def joined(places: Sequence[Path], keys: Sequence[str]) -> Record:
                     f"{place}: {key} = {record[key]}, in {places[0]} it is {value}; only like records can be joined"
                 )
     cells = {tuple(cell[key] for key in keys): cell for record in records for cell in record["cells"]}
-    commands = dict.fromkeys(told for record in records for told in record["arguments"])
-    last = records[-1]["environment"]
-    return {**setting, "cells": list(cells.values()), "environment": last, "arguments": list(commands)}
+    commands = dict.fromkeys(told for record in records for told in commands_of(record))
+    where = together([record["environment"] for record in records])
+    return {**setting, "cells": list(cells.values()), "environment": where, "arguments": list(commands)}
+
+
+def commands_of(record: Record) -> list[str]:
+    """The commands that made a record; older ones name the last alone."""
+    told = record.get("arguments", [])
+    return [told] if isinstance(told, str) else list(told)
+
+
+def check_alike(first: Path, setting: Record, other: Path, its: Record) -> None:
+    """Settings must be the same, whichever of the two has one."""
+    for key in sorted(setting.keys() | its.keys()):
+        if setting.get(key) != its.get(key):
+            here, there = its.get(key, "not said"), setting.get(key, "not said")
+            sys.exit(f"{other}: {key} = {here}, in {first} it is {there}; only like records can be joined")
+
+
+def together(places: Sequence[Record]) -> Record:
+    """Where parts of a record were measured: one environment, with every device, commit, … of those that differ."""
+    found: Record = {}
+    for key, value in places[0].items():
+        if isinstance(value, dict):
+            found[key] = together([place[key] for place in places])
+        else:
+            each = list(dict.fromkeys(place.get(key) for place in places))
+            found[key] = value if len(each) == 1 else ", ".join(map(str, each))
+    return found
 
 
 def render(place: Path, page: Callable[[Record], list[str]]) -> None:
@@ -119,7 +145,7 @@ def render(place: Path, page: Callable[[Record], list[str]]) -> None:
     lines = [
         *page(record),
         f"- device: {where['device']}; torch {where['packages']['torch']}; commits {', '.join(commits)}",
-        *(f"- command: `python benchmarks/{Path(sys.argv[0]).name} {told}`" for told in record["arguments"]),
+        *(f"- command: `python benchmarks/{Path(sys.argv[0]).name} {told}`" for told in commands_of(record)),
     ]
     beside(place, ".md").write_text("\n".join(lines) + "\n")
 

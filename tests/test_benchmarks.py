@@ -51,6 +51,15 @@ def test_the_mergenet_study_measures_every_method_once_and_goes_on(tmp_path: Pat
     record = json.loads(Path(made).read_text())
     assert sorted(cell["method"] for cell in record["cells"]) == sorted(mergenet.METHODS)
     assert len(record["arguments"]) == 2
+    (tmp_path / "older.json").write_text(json.dumps({**record, "arguments": "--seeds 1"}))
+    other = {**record, "rounds": 9, "environment": {**record["environment"], "device": "another"}}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    told = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "mergenet.py"), "--join", made, str(tmp_path / "other.json")], capture_output=True, text=True, check=False)  # fmt: skip
+    assert told.returncode == 1 and "rounds = 9" in told.stderr and "it is 3" in told.stderr
+    (tmp_path / "other.json").write_text(json.dumps({**other, "rounds": 3}))
+    study("mergenet", "--join", str(tmp_path / "older.json"), str(tmp_path / "other.json"), "--out", str(tmp_path / "both"))  # fmt: skip
+    both = json.loads((tmp_path / "both.json").read_text())
+    assert both["arguments"] == ["--seeds 1", *record["arguments"]] and "another" in both["environment"]["device"]
     page = (tmp_path / "alpha_0.5.md").read_text()
     assert "not measured" not in page and all(f"\n- {number}. " in page for number in range(1, 5))
 
@@ -65,7 +74,7 @@ def test_routed_experts_are_measured_and_their_uploads_scored_in_every_encoding(
     for run in sorted((tmp_path / "runs").iterdir()):
         study("encodings", "--runs", str(run), "--out", str(tmp_path / run.name))
         parts.append(str(tmp_path / f"{run.name}.json"))
-    study("encodings", "--join", *parts, "--out", str(tmp_path / "joined"))
+    study("encodings", "--join", *parts, parts[0], "--out", str(tmp_path / "joined"))
     joined = json.loads((tmp_path / "joined.json").read_text())
     assert joined["settings"]["partitions"] == "2" and joined["share_of_fp32"]["int8"] < 0.4
     assert all(len(costs) == 2 for costs in joined["cost_in_points"]["int8"].values())

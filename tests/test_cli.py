@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from commands import bad, good, oneround
 from oneround.cli import app
+from oneround.cli.using import _named
 from oneround.data import Dataset
 from oneround.describe import describe
 from oneround.errors import RecipeError
@@ -161,6 +162,14 @@ def test_a_late_upload_is_fused_in(finished: Path, tmp_path: Path) -> None:
     good("fuse", str(copy), "--rule", "iffi", "--without", "client_002")
     assert (copy / "fused" / "iffi" / "manifest.json").read_bytes() == before, "the model of all is still there"
     assert (copy / "fused" / "iffi-without-client_002" / "manifest.json").is_file()
+
+
+def test_a_model_is_named_after_who_is_left_out_in_any_order_and_number() -> None:
+    two = [["client_001", "client_002"], ["client_002", "client_001"]]
+    assert {_named("iffi", each, []) for each in two} == {"iffi-without-client_001-without-client_002"}
+    many = [f"client_{number:03d}" for number in range(40)]
+    names = {_named("iffi", many, []), _named("iffi", many[:-1], []), _named("iffi", many, [Path("late.safetensors")])}
+    assert len(names) == 3 and all(len(name) < 120 for name in names)
 
 
 @pytest.mark.parametrize("words", [("--interest", "nan"), ("--goal", "nan"), ("--interest", "inf")])

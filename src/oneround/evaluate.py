@@ -105,7 +105,7 @@ def score_uploads(
     mean, std = preprocessing(broadcast.recipe)
     device = server.device
     sets = [test] + ([held] if held is not None and len(held) else [])
-    totals = [{name: rule.begin_all(images, device, mean, std) for name, rule in together.items()} for images in sets]
+    totals = [{name: _begun(rule, images, device, mean, std) for name, rule in together.items()} for images in sets]
     alone: dict[str, Score] = {}
     for upload in uploads:
         if broadcast.weights:
@@ -134,6 +134,12 @@ def score_uploads(
     return Scores(scores[0], alone, scores[1] if len(scores) > 1 else {})
 
 
+def _begun(rule: Combine, images: Images, device: torch.device, mean: float, std: float) -> list[Totals]:
+    """What a rule makes of every batch itself, if it does so for a whole set at once; otherwise `begin` does, batch by batch."""
+    at_once = getattr(rule, "begin_all", None)
+    return at_once(images, device, mean, std) if at_once else []
+
+
 def _look(
     expert: Expert, rules: Mapping[str, Combine], totals: dict[str, list[Totals]], batches: Iterator[Tensor]
 ) -> Tensor:
@@ -144,7 +150,9 @@ def _look(
         answers.append(seen.logits)
         for name, rule in rules.items():
             so_far = totals[name]
-            so_far[number : number + 1] = [rule.add(so_far[number] if number < len(so_far) else None, seen)]
+            so_far[number : number + 1] = [
+                rule.add(so_far[number] if number < len(so_far) else rule.begin(images), seen)
+            ]
     return torch.cat(answers)
 
 
@@ -153,7 +161,7 @@ def score_model(model: GlobalModel, test: Images, device: torch.device) -> Score
     """A model's score; a streamed ensemble reads each of its networks once."""
     if isinstance(model.inference, Ensemble):
         rule = model.inference.to(device).rule
-        totals = {"": rule.begin_all(test, device, model.mean, model.std)}
+        totals = {"": _begun(rule, test, device, model.mean, model.std)}
         for expert in model.inference.experts:
             _look(expert.to(device), {"": rule}, totals, test.batches(device, model.mean, model.std))
             del expert

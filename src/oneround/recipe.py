@@ -293,7 +293,8 @@ class Local(Strict):
     deterministic: bool = False
     """Bit-equal repeats on a GPU (slower). On a CPU repeats are bit-equal anyway for a fixed number of threads."""
     threads: Count | None = None
-    """CPU threads per client; left out: 1 for small encoders (clients run side by side), all for large ones."""
+    """CPU threads per client; left out: 1 for small encoders (clients run side by side), all for large ones, at
+    most 4 beside a GPU."""
     workers: Count | None = None
     """Clients trained at once on a CPU; left out: as many as threads per client allow."""
     checkpoint_seconds: NotNegative = 30.0

@@ -153,5 +153,18 @@ def test_the_ridge_is_asked_once_whatever_the_networks_and_the_rules(
     assert score(uploads, scored) == first
     fewer = score(uploads[1:], scored)
     assert sum(looked) == len(scored) + len(held) and fewer["ridge"] != first["ridge"]
-    score(uploads[1:], scored.take(np.arange(50)))
+    some = scored.take(np.arange(50))
+    clear = score(uploads[1:], some)
     assert sum(looked) == 50
+    some.pixels.copy_(255 - some.pixels)
+    assert score(uploads[1:], some)["ridge"] != clear["ridge"], "the same tensor, other images"
+
+
+def test_a_student_is_taught_through_the_ridge(federation: Federation, held: Images, scored: Images) -> None:
+    """Inversions are images made by gradients through the teacher, so nothing of it may be kept for inference alone."""
+    _, broadcast, uploads = federation
+    server = Site("server", local=CPU, validation=held)
+    score_uploads({"routed": rules.parse("routed")}, uploads, broadcast, scored, server)
+    options = {"kind": "distilled", "teacher": "routed", "images": "inversions", "made_up": 32, "epochs": 1}
+    student = acts.fuse(uploads, broadcast, server, rules.parse(options))
+    assert np.isfinite(score_model(student, scored, torch.device("cpu")).loss)

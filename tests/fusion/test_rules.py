@@ -13,8 +13,9 @@ from conftest import NETWORK_RULES
 from oneround import acts
 from oneround.data import Dataset
 from oneround.evaluate import Score, score_model, score_uploads
-from oneround.fusion import rules, typicality
+from oneround.fusion import EnsembleRule, rules, typicality
 from oneround.fusion.average import average_weights
+from oneround.models.inference import Seen
 from oneround.models.prototype import filled
 from oneround.protocol import Broadcast, GlobalModel, Upload
 from oneround.recipe import Recipe
@@ -223,6 +224,30 @@ def test_all_rules_in_one_pass_are_each_rule_alone(federation: Federation, digit
     for upload in uploads:
         single = acts.fuse([upload], broadcast, rule=rules.parse("average"))
         assert score_model(single, digits.test, torch.device("cpu")) == alone[upload.client]
+
+
+class Prejudiced(EnsembleRule):
+    """A rule of somebody's own that begins with an opinion."""
+
+    def begin(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"votes": torch.full((len(images), 10), 0.0).index_fill(1, torch.tensor([3]), 1e6)}
+
+    def add(self, totals: dict[str, torch.Tensor] | None, seen: Seen) -> dict[str, torch.Tensor]:
+        assert totals is not None
+        return {"votes": totals["votes"] + seen.logits}
+
+    def scores(self, totals: dict[str, torch.Tensor]) -> torch.Tensor:
+        return totals["votes"]
+
+
+def test_a_rule_that_begins_with_something_is_scored_as_it_answers(federation: Federation, digits: Dataset) -> None:
+    _, broadcast, uploads = federation
+    rule, server = Prejudiced(), Site("server")
+    scores, *_ = score_uploads({"own": rule}, uploads, broadcast, digits.test, server)
+    model = GlobalModel.of(rule.fuse(uploads, broadcast, server), rule, broadcast)
+    share = float((digits.test.labels == 3).double().mean())
+    assert scores["own"].accuracy == score_model(model, digits.test, server.device).accuracy == share
+    assert set(model.predict(digits.test.pixels[:9]).argmax(1).tolist()) == {3}
 
 
 def test_the_order_of_uploads_does_not_matter(federation: Federation, digits: Dataset) -> None:

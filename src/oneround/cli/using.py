@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,10 +107,16 @@ def fuse(
     elif rule == "all":
         raise DataError(f"{folder}: no test images here to compare rules on; name one with --rule, or give --data-dir")
     if rule != "all":
-        others = [f"without-{name}" for name in without or ()] + [f"with-{path.stem}" for path in late or ()]
-        written = target or folder / "fused" / "-".join([rule, *others])
+        written = target or folder / "fused" / _named(rule, without or (), late or ())
         (made.get(usable[0].label) or acts.fuse(uploads, uploads.broadcast, site, usable[0])).save(written)
         out.print(f"model written to {written}/", highlight=False)
+
+
+def _named(rule: str, without: Sequence[str], late: Sequence[Path]) -> str:
+    """What a model is called: its rule, and whose uploads it lacks or has besides."""
+    others = sorted({f"-without-{name}" for name in without} | {f"-with-{path.stem}" for path in late})
+    name = rule + "".join(others)
+    return name if len(name.encode()) < 120 else f"{rule}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 @app.command()

@@ -92,8 +92,9 @@ def pooled(
         key = (uploads.key, broadcast.digest, device, penalty)
         if key in _pooled:
             return _pooled[key]
-    total = added(uploads, broadcast, device)
-    found = solve(total, penalty, copies_of(broadcast.recipe)), total.counts
+    with torch.inference_mode(False), torch.no_grad():  # remembered for whoever comes, also to be taught through
+        total = added(uploads, broadcast, device)
+        found = solve(total, penalty, copies_of(broadcast.recipe)), total.counts
     if key is not None:
         _pooled.clear()
         _pooled[key] = found

@@ -90,7 +90,7 @@ class Routed(EnsembleRule):
     def measure(self, unit: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
         return TypicalityGated().measure(unit, labels, classes) if self.posterior == "typicality" else {}
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: a student may be taught through the ridge
     def ready(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Routing:
         solution, counts = pooled(uploads, broadcast, server.device)
         ridge = Ridge().model(solution, counts, broadcast)
@@ -149,6 +149,7 @@ class Routing(nn.Module):
         return self._opened(self.ridge(images).log_softmax(1))
 
     def begin_all(self, images: Images, device: torch.device, mean: float, std: float) -> list[Totals]:
+        """The same for every batch of a set, which the ridge may have seen before."""
         log_p = self.ridge.answers(images, device, mean, std).log_softmax(1)
         return [self._opened(each) for each in log_p.split(BATCH)]
 

@@ -11,7 +11,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from oneround.data import Images
 from oneround.models import Ensemble, Expert, Inference
 from oneround.models.inference import Combine, Seen, Totals, placed
 from oneround.models.prototype import filled
@@ -105,9 +104,6 @@ class EnsembleRule(Rule):
     def begin(self, images: Tensor) -> Totals | None:
         """What to start from, before any client's view of a batch is folded in."""
         return None
-
-    def begin_all(self, images: Images, device: torch.device, mean: float, std: float) -> list[Totals]:
-        return []
 
     def add(self, totals: Totals | None, seen: Seen) -> Totals:
         """Fold one client's view of a batch into the running totals."""

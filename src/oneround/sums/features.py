@@ -68,8 +68,9 @@ def evened(moments: Moments, extras: Mapping[str, Tensor], *, back: bool = False
 
 @lru_cache(maxsize=4)
 def _made(part: FeaturesPart, shape: Shape, seed: int) -> Constants:
-    """Once for all clients of a process."""
-    return part.make(shape, seed, None)
+    """Once for all clients of a process, whoever asks first."""
+    with torch.inference_mode(False):
+        return part.make(shape, seed, None)
 
 
 def _checksum(constants: Constants) -> Tensor:
