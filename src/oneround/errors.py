@@ -20,6 +20,10 @@ class DataError(OneroundError):
     """Data that is missing, damaged or not what its name promises."""
 
 
+class UnlikeData(DataError):
+    """Data that is whole but not what the federation is about; the message names no file but the source it begins with."""
+
+
 class ProtocolError(OneroundError):
     """A message file that was refused: truncated, foreign, oversized, altered or not finite."""
 

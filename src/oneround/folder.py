@@ -179,7 +179,7 @@ class RunFolder:
         if not paths:
             raise ProtocolError(f"{self.path}: no uploads yet; go on with {self.resumption}")
         if self.result.is_file():
-            lost = sorted(set(self.read_result()["uploads"]) - {path.stem for path in paths})
+            lost = sorted(set(self.read_result()["uploads"]) - {path.stem for path in (*paths, *late)})
             if lost:
                 log.warning("%s/uploads: missing and left out: %s", self.path, ", ".join(lost))
         names = [path.stem for path in paths]

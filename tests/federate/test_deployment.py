@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -180,6 +181,8 @@ def test_commands_keys_and_the_same_uploads_as_a_simulation(
     impostor.ca.write_bytes(keys.ca.read_bytes())
     impostor.private("client_000").write_bytes(keys.private("mallory").read_bytes())
     wait_for(lambda: "waiting for 2 of 2" in log_of(out))
+    plain = ["--insecure", "--server", f"localhost:{port}", "--name", "a", "--set", "share=0"]
+    assert "it is encrypted and asks for keys; give --keys" in bad("federate", "client", *plain, cwd=tmp_path)
     mallory, refused = client("client_000", 0, impostor), client("client_009", 0, stranger)
     clients = [client(names[0], 0, keys)]
     wait_for(lambda: "key is registered for mallory" in log_of(out), lambda: log_of(out))
@@ -206,18 +209,27 @@ def test_commands_keys_and_the_same_uploads_as_a_simulation(
     assert [path.name.partition(".")[0] for path in (out / "quarantine").iterdir()] == ["mallory"]
 
 
-def test_a_server_asked_to_end_leaves_no_process_behind(
-    tmp_path: Path, commands: Callable[..., subprocess.Popen[str]]
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda how: how.name)
+def test_a_server_that_ends_leaves_no_process_behind_and_can_be_started_again(
+    tmp_path: Path, commands: Callable[..., subprocess.Popen[str]], how: signal.Signals
 ) -> None:
+    """Asked to by a service manager, by a closed terminal, or not asked at all."""
     (tmp_path / "recipe.yaml").write_text(small_recipe(partition__clients=2).to_yaml())
     words = ["--insecure", "--host", "127.0.0.1", "--port", str(free_port()), "--out", str(tmp_path / "out")]
     server = commands("server", "recipe.yaml", *words)
     wait_for(lambda: "waiting for 2 of 2" in log_of(tmp_path / "out"))
     assert len(processes_at(tmp_path)) > 1
-    server.terminate()  # as a service manager does
+    server.send_signal(how)
     _, wrong = server.communicate(timeout=PATIENCE)
-    assert server.returncode == 130 and "uploads are kept, go on with" in " ".join(wrong.split())
-    assert processes_at(tmp_path) == []
+    if how != signal.SIGKILL:
+        assert server.returncode == 130 and "uploads are kept, go on with" in " ".join(wrong.split())
+        assert processes_at(tmp_path) == []
+        return
+    again = commands("server", "recipe.yaml", *words)
+    wait_for(lambda: log_of(tmp_path / "out").count("waiting for 2 of 2") == 2, lambda: log_of(tmp_path / "out"))
+    again.terminate()
+    again.communicate(timeout=PATIENCE)
+    wait_for(lambda: processes_at(tmp_path) == [], lambda: processes_at(tmp_path))
 
 
 def processes_at(folder: Path) -> list[str]:

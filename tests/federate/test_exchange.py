@@ -17,7 +17,7 @@ from commands import bad, good
 from conftest import small_recipe
 from oneround.data import Dataset
 from oneround.errors import RecipeError, RunError
-from oneround.federate.carrying import TRAIN, parcel
+from oneround.federate.carrying import COUNTED, TRAIN, parcel, words_of
 from oneround.federate.client import app as client_app
 from oneround.federate.reception import Desk
 from oneround.federate.server import Pace, serve
@@ -294,6 +294,78 @@ def test_a_site_that_refused_is_asked_again_when_it_comes_back(digits: Dataset, 
     assert "does not know 'une'" in log_of(tmp_path / "run") and "asked again when it comes back" in log_of(
         tmp_path / "run"
     )
+
+
+class Visits(InProcess):
+    """Sites that come and go: `away` says which are not there at the moment."""
+
+    def __init__(self, nodes: dict[int, dict[str, Any]], away: Callable[[int], set[int]], **options: Any) -> None:
+        super().__init__(nodes, **options)
+        self.away, self.looks = away, 0
+
+    def get_nodes(self) -> Any:
+        self.looks += 1
+        assert self.looks < 500, "it waits for somebody it does not ask"
+        return [info for info in super().get_nodes() if info.node_id not in self.away(self.looks)]
+
+    def kinds(self, node: int) -> list[str]:
+        return [each.metadata.message_type for each in self.sent if each.metadata.dst_node_id == node]
+
+
+def test_a_site_that_was_given_up_or_whose_upload_was_refused_is_asked_again_when_it_comes_back(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    crash = Moody(11, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, times=3)
+    bad_once = iter([parcel({"name": "client_002"}, b"no upload")])
+
+    def answer(message: Message, context: Context) -> Message | None:
+        lie = next(bad_once, None) if context.node_id == 12 and message.metadata.message_type == TRAIN else None
+        return crash(message, context) if lie is None else Message(lie, reply_to=message)
+
+    def away(look: int) -> set[int]:
+        told = log_of(run) if look > 1 else ""
+        return ({11} if look == 9 and "given up until it comes back" in told else set()) | (
+            {12} if look == 9 else set()
+        )
+
+    grid = Visits(SHARES, away, answer=answer)
+    serve(grid, three(), run, NOW)
+    assert len(result(run)["uploads"]) == 3
+    assert grid.kinds(11).count(TRAIN) == 4 and grid.kinds(12).count(TRAIN) == 2 and grid.kinds(10).count(TRAIN) == 1
+    assert [path.name.partition(".")[0] for path in (run / "quarantine").iterdir()] != []
+
+
+def test_a_counted_site_that_comes_back_is_told_so_and_trains_nothing(tmp_path: Path) -> None:
+    moody = Moody(0, None, times=0)
+    grid = Visits(
+        SHARES, lambda look: ({12} if look < 12 else set()) | ({10} if look in (6, 7) else set()), answer=moody
+    )
+    serve(grid, three(), tmp_path / "run", NOW)
+    assert grid.kinds(10).count(COUNTED) == 2 and grid.kinds(11).count(COUNTED) == 1
+    assert len(result(tmp_path / "run")["uploads"]) == 3
+    assert moody.trained == 4, "asked once more, as it has no registered name, it answers that it is counted"
+
+
+def test_names_of_a_site_s_files_stay_at_the_site(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere a file's name may be a patient's."""
+    deadline_when(monkeypatch, lambda desk: "its own log says why" in log_of(desk.place.path))
+    recipe, nodes = own_sites(digits, tmp_path)
+    images = tmp_path / "patients" / "one"
+    images.mkdir(parents=True)
+    (images / "Jane Doe 1970.png").write_bytes(b"not an image")
+    Path(nodes[1]["site"]).write_text(f"name: site-1\ndata: {images.parent}\nfolder: {tmp_path / 'kept'}\n")
+    said: list[dict[str, str]] = []
+
+    def overheard(message: Message, context: Context) -> Message:
+        said.append(words_of(answer := client_app(message, context)))
+        return answer
+
+    with pytest.raises(RunError, match="1 of 2 uploads"):
+        serve(InProcess(nodes, answer=overheard), change(recipe, {"deadline": 1.0}), tmp_path / "run", NOW)
+    assert "Jane Doe 1970.png" in (tmp_path / "kept" / "site.log").read_text()
+    assert {"refused": "site-1: cannot take part as it is; its own log says why", "name": "site-1"} in said
+    assert not any(word in str(said) for word in ("Jane", "patients"))
 
 
 def test_an_answer_without_a_file_is_refused(tmp_path: Path) -> None:

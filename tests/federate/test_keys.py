@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from typer.testing import CliRunner
 
 from oneround.cli import app
-from oneround.errors import DataError, OneroundError
+from oneround.errors import DataError, OneroundError, RunError
+from oneround.federate import processes
 from oneround.federate.keys import KeyFolder
+from oneround.federate.processes import SuperLink
 from oneround.federate.superlink import Gate
 
 
@@ -52,6 +55,42 @@ def test_a_site_makes_only_its_own_pair(tmp_path: Path) -> None:
         keys.check_server()
     with pytest.raises(DataError, match=r"--site ../x: a site's name is letters"):
         keys.make([], ["../x"])
+
+
+def test_an_authority_that_is_gone_or_another_is_noticed(tmp_path: Path) -> None:
+    keys, other = KeyFolder(tmp_path / "keys"), KeyFolder(tmp_path / "other")
+    for each in (keys, other):
+        each.make(["localhost"], ["a"])
+    own = keys.ca.read_bytes()
+    keys.ca.write_bytes(other.ca.read_bytes())
+    with pytest.raises(
+        DataError, match=r"server.crt: not made with ca.crt, .* remove server.crt and server.key and make"
+    ):
+        keys.check_server()
+    keys.ca.unlink()
+    with pytest.raises(DataError, match=r"server.crt: is there, its ca.crt is not; remove it too"):
+        keys.make(["localhost"], [])
+    keys.ca.write_bytes(own)
+    keys.check_server()
+    old = KeyFolder(tmp_path / "old")
+    old.make(["localhost"], ["a"], days=-1)
+    with pytest.raises(
+        DataError, match=r"ca.crt: expired on .*; remove ca.crt, ca.key, server.crt, server.key and make new"
+    ):
+        old.check_server()
+
+
+def test_a_port_that_is_taken_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "ENDING", 0.0)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(
+            RunError, match=f"port {port} is in use by another program; end it, or choose another --port"
+        ):
+            SuperLink(tmp_path / "flower", "127.0.0.1", port).start()
+    assert not processes.is_taken("127.0.0.1", port)
 
 
 def refused(*words: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from oneround.data import files
 from oneround.data.images import Images, images_from_arrays
-from oneround.errors import DataError
+from oneround.errors import DataError, UnlikeData
 from oneround.parts import load_plugin
 
 Shape = tuple[int, int, int]
@@ -32,13 +32,13 @@ def own_images(source: str, class_names: Sequence[str], shape: Shape, labels: Ma
     meant = [labels.get(name, name) for name in names]
     strange = sorted(set(meant) - known.keys())
     if strange:
-        raise DataError(
+        raise UnlikeData(
             f"{source}: the recipe does not know {_listed(strange)}; it knows {_listed(class_names)}. "
             "Rename them, leave them out, or say in labels what they are called there"
         )
     images = images_from_arrays(source, pixels, np.array([known[name] for name in meant], np.int64))
     if tuple(images.pixels.shape[1:]) != shape:
-        raise DataError(
+        raise UnlikeData(
             f"{source}: images of (channels, height, width) {tuple(images.pixels.shape[1:])}; this federation's are {shape}"
         )
     return images

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from oneround.errors import DataError, OneroundError, ProtocolError
+from oneround.errors import DataError, OneroundError, ProtocolError, UnlikeData
 from oneround.federate import pairing
 from oneround.federate.carrying import blob_of, parcel, words_of
 from oneround.federate.sites import SiteFile, site_of
@@ -54,7 +54,20 @@ def train(message: Message, context: Context) -> Message:
 
 def _refusal(message: Message, site: SiteFile, error: OneroundError) -> Message:
     log.error("%s", error)
-    return Message(parcel({"name": site.name, "refused": f"{site.name}: {error}"}), reply_to=message)
+    return Message(
+        parcel({"name": site.name, "refused": f"{site.name}: {_without_paths(error, site)}"}), reply_to=message
+    )
+
+
+class OwnData(DataError):
+    """Something about a site's own files, which is nobody else's business."""
+
+
+def _without_paths(error: OneroundError, site: SiteFile) -> str:
+    """What the server may know of it: how a site's files are called, and what is in them, stays at the site."""
+    told = str(error).removeprefix(f"{site.data}: ")
+    private = isinstance(error, OwnData) or re.search(r"[/\\]", told)
+    return "cannot take part as it is; its own log says why" if private else told
 
 
 @app.query("key")
@@ -144,7 +157,10 @@ def _images(broadcast: Broadcast, site: SiteFile) -> tuple[Images, Images | None
 
     recipe = broadcast.recipe
     if site.data is not None:
-        return own_images(site.data, broadcast.class_names, broadcast.shape, site.labels), None
+        try:
+            return own_images(site.data, broadcast.class_names, broadcast.shape, site.labels), None
+        except DataError as error:
+            raise error if isinstance(error, UnlikeData) else OwnData(str(error)) from None
     data, split = _dealt(recipe.model_dump_json(), site.local.data_path)
     assert site.share is not None
     if site.share >= len(split.clients) or not len(split.clients[site.share]):

@@ -48,8 +48,6 @@ class Asked:
     sign: str = ""
     """Id of the question for a sign of life behind it."""
     tries: int = 0
-    refused: bool = False
-    """Whether it refused: something is to be put right there, and it is asked again when it comes back."""
 
 
 class Exchange(ABC):
@@ -115,12 +113,10 @@ class Exchange(ABC):
         return self.names.get(node) or f"node {node}"
 
     def _welcome(self) -> None:
-        """Greet every site that is here and was not greeted yet, or was away and is back."""
+        """Greet every site that is here and was not greeted yet, or was away and is back: to be asked again, or told again."""
         here = list(self.grid.get_nodes())
-        away = [
-            node for node, site in self.sites.items() if site.refused and node not in {info.node_id for info in here}
-        ]
-        for node in away:
+        present = {info.node_id for info in here}
+        for node in [node for node, site in self.sites.items() if not site.message and node not in present]:
             del self.sites[node]
         for info in here:
             self.names[info.node_id] = info.name
@@ -156,7 +152,6 @@ class Exchange(ABC):
         words = words_of(answer)
         if "refused" in words:
             log.warning("%s; it is asked again when it comes back", _short(words["refused"], 500))
-            site.refused = True
             return
         self.take(node, words, answer)
 
@@ -170,7 +165,7 @@ class Exchange(ABC):
             log.warning("%s %s; asked again", who, why)
             self.ask(node)
         else:
-            log.warning("%s %s; asked %d times, given up", who, why, site.tries)
+            log.warning("%s %s; asked %d times, given up until it comes back", who, why, site.tries)
             site.message = ""
 
 

@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -58,6 +59,10 @@ class KeyFolder:
             raise DataError("--host: is empty; give the name or address by which sites reach the server")
         (self.path / "sites").mkdir(parents=True, exist_ok=True)
         if hosts and self.certificate.exists():
+            if not self.ca.exists():
+                raise DataError(
+                    f"{self.certificate}: is there, its {self.ca.name} is not; remove it too, then both are made again"
+                )
             self._check_hosts(hosts)
         made: list[Path] = []
         if hosts and not self.ca.exists():
@@ -68,6 +73,14 @@ class KeyFolder:
             if not self.public(site).exists():
                 made += self._make_pair(site)
         return made
+
+    def _check_issued(self, fix: str) -> None:
+        """The server's certificate is one of this authority's."""
+        made, authority = (x509.load_pem_x509_certificate(file.read_bytes()) for file in (self.certificate, self.ca))
+        try:
+            made.verify_directly_issued_by(authority)
+        except (ValueError, TypeError, InvalidSignature):
+            raise DataError(f"{self.certificate}: not made with {self.ca.name}, sites would refuse it; {fix}") from None
 
     def _check_hosts(self, hosts: Sequence[str]) -> None:
         """The certificate that is there was made for these hosts too."""
@@ -123,16 +136,21 @@ class KeyFolder:
                 raise DataError(
                     f"{file}: not there; make it with oneround federate keys {self.path} --host THIS-MACHINE --site NAME"
                 )
-        for file in (self.ca, self.certificate):
-            check_dates(file)
+        again = f"make new ones with oneround federate keys {self.path} --host NAME"
+        every = (
+            f"remove {', '.join(file.name for file in (self.ca, self.ca_key, self.certificate, self.key))} and {again}"
+        )
+        check_dates(self.ca, f"{every}, and give every site the new {self.ca.name}")
+        check_dates(self.certificate, f"remove it and {again}")
+        self._check_issued(f"remove {self.certificate.name} and {self.key.name} and {again}")
         if not self.sites:
             raise DataError(
                 f"{self.path}/sites: no site's public key, nobody could take part; add one with oneround federate keys {self.path} --site NAME"
             )
 
 
-def check_dates(file: Path) -> None:
-    """A certificate that is valid today, or a line that says when it was."""
+def check_dates(file: Path, fix: str) -> None:
+    """A certificate that is valid today, or a line that says when it was and what to do."""
     try:
         certificate = x509.load_pem_x509_certificate(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -140,9 +158,7 @@ def check_dates(file: Path) -> None:
     now, end, start = datetime.now(UTC), certificate.not_valid_after_utc, certificate.not_valid_before_utc
     if not start <= now <= end:
         state = f"expired on {end:%Y-%m-%d}" if now > end else f"valid only from {start:%Y-%m-%d}"
-        raise DataError(
-            f"{file}: {state}; remove it and make a new one with oneround federate keys {file.parent} --host NAME"
-        )
+        raise DataError(f"{file}: {state}; {fix}")
 
 
 def check_server_at(address: str, authority: Path) -> str:
@@ -165,6 +181,18 @@ def check_server_at(address: str, authority: Path) -> str:
         ) from None
     except (OSError, ValueError) as error:
         return f"{address}: nobody answers yet ({error}); waiting"
+
+
+def speaks_tls(address: str) -> bool:
+    """Whether somebody is there and encrypts; whom it belongs to is not asked."""
+    host, _, port = address.rpartition(":")
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((host, int(port)), timeout=5) as plain, context.wrap_socket(plain):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def _name(text: str) -> x509.Name:

@@ -13,13 +13,15 @@ from pathlib import Path
 import yaml
 
 from oneround.errors import DataError, Interrupted, RunError
-from oneround.federate.keys import KeyFolder, check_dates, check_server_at
+from oneround.federate.keys import KeyFolder, check_dates, check_server_at, speaks_tls
 from oneround.federate.processes import Child, SuperLink, free_port, is_loopback, supernode, write_app
 from oneround.federate.sites import SiteFile
+from oneround.observe.words import duration
 from oneround.recipe import Recipe
 
 Say = Callable[[str], None]
 STILL_HELD = 90.0  # Flower holds a killed site's place for a minute
+SILENCE = 60.0  # after which a site says that it waits
 LET_IN = "SuperNode ID"  # what a SuperNode says when the server has taken its key
 
 
@@ -72,12 +74,13 @@ def be_client(site: SiteFile, server: str, admission: Admission | None, say: Say
     _check_admission(server, admission, say)
     own = supernode(server, write_site(site), site.folder / "flower", *(_pair(admission)))
     log, before = Tail(site.folder / "site.log"), _verdicts(site.folder)
-    began = time.monotonic()
+    began = heard = time.monotonic()
     own.start()
     say(f"{site.name}: connecting to {server}")
     try:
         while True:
             for line in log.lines():
+                heard = 0.0
                 if line.startswith("ERROR "):
                     time.sleep(3)  # so that the server hears of it too
                     raise RunError(line.removeprefix("ERROR "))
@@ -88,6 +91,9 @@ def be_client(site: SiteFile, server: str, admission: Admission | None, say: Say
                 raise RunError(json.loads(path.read_text())["text"])
             if own.ended:
                 _again(own, site, time.monotonic() - began, say)
+            if heard and time.monotonic() - heard > SILENCE:
+                say(f"{site.name}: no word from the server for {duration(SILENCE)}; still waiting (is its run over?)")
+                heard = 0.0
             time.sleep(0.5)
     except KeyboardInterrupt:
         raise Interrupted("interrupted; the same command goes on where it was") from None
@@ -182,11 +188,13 @@ def _check_admission(server: str, admission: Admission | None, say: Say) -> None
             raise DataError(
                 f"--insecure with --server {server}: only on this machine (127.0.0.1); otherwise give --keys"
             )
+        if speaks_tls(server):
+            raise DataError(f"--insecure with --server {server}: it is encrypted and asks for keys; give --keys FOLDER")
         return
     for file, what in ((admission.authority, "the server's ca.crt"), (admission.key, "the site's private key")):
         if not file.is_file():
             raise DataError(f"{file}: not there; it is {what}")
-    check_dates(admission.authority)
+    check_dates(admission.authority, "ask the server's operator for the present ca.crt")
     told = check_server_at(server, admission.authority)
     if told:
         say(told)
@@ -200,13 +208,22 @@ def _verdicts(folder: Path) -> set[tuple[Path, int]]:
 def _again(own: Child, site: SiteFile, seconds: float, say: Say) -> None:
     """A SuperNode that ended by itself: say why, or start it again while the server still holds the place of a killed one.
 
-    Flower refuses an unknown key and a place still held with the same words; a site that was let in before has a known key.
+    Flower refuses an unknown key and a place still held with the same words; a site that was let in from this folder before has a
+    known key.
     """
     said = " ".join(own.said().split())
     if "Failed to activate SuperNode" not in said:
         raise RunError(f"{site.name}: the connection ended: {said[-300:]}")
-    if LET_IN not in own.output.read_text(errors="replace") or seconds > STILL_HELD:
-        raise DataError(f"{site.name}: the server does not know this key; give its operator the file that ends in .pub")
+    if LET_IN not in own.output.read_text(errors="replace"):
+        raise DataError(
+            f"{site.name}: the server does not know this key, or a site with it is connected already; "
+            "give its operator the file that ends in .pub, or end the other one"
+        )
+    if seconds > STILL_HELD:
+        raise RunError(
+            f"{site.name}: the server still holds the connection this site had before, after {duration(seconds)}; "
+            "does this site run in another process?"
+        )
     say(f"{site.name}: the server still holds the connection this site had before; trying again")
     time.sleep(5)
     own.start()

@@ -1,7 +1,12 @@
-"""Flower's processes with the right settings: a SuperLink, a SuperNode, a run. Each is ours to end, by its own id."""
+"""Flower's processes with the right settings: a SuperLink, a SuperNode, a run. Each is ours to end, by its own id.
+
+On Linux they are also told to end when the command that started them is gone, however it ended.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
 import signal
@@ -18,6 +23,7 @@ from oneround.errors import RunError
 from oneround.federate.keys import KeyFolder
 
 BIN = Path(sys.executable).parent
+ENDING = 20.0  # seconds until what a killed server started has ended
 HERE = "here"  # what the SuperLink is called in Flower's own settings
 APP = """\
 [project]
@@ -64,6 +70,27 @@ def environment(home: Path) -> dict[str, str]:
     return {**os.environ, **ours}
 
 
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+END_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+
+
+def _end_with_parent() -> None:
+    """In the child: SIGTERM when its parent dies, even by SIGKILL."""
+    if _libc is not None:
+        _libc.prctl(END_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Whether somebody listens there already."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what is left of connections does not count
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -91,7 +118,8 @@ class Child:
         self.begin = self.output.stat().st_size if self.output.exists() else 0
         with self.output.open("ab") as file:
             self.process = subprocess.Popen(
-                self.command, env=environment(self.home), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+                self.command, env=environment(self.home), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
+                preexec_fn=_end_with_parent,
             )  # fmt: skip
         return self
 
@@ -152,12 +180,17 @@ class SuperLink:
             command += ["--insecure"]
         command += self.options
         self.folder.mkdir(parents=True, exist_ok=True)
+        until = time.monotonic() + ENDING
+        while is_taken(self.host, self.port):  # a killed server's SuperLink takes a while to end
+            if time.monotonic() > until:
+                raise RunError(f"port {self.port} is in use by another program; end it, or choose another --port")
+            time.sleep(0.5)
         tls = f'root-certificates = "{self.keys.ca.resolve()}"' if self.keys else "insecure = true"
         settings = f'[superlink]\ndefault = "{HERE}"\n\n[superlink.{HERE}]\naddress = "{self._here}"\n{tls}\n'
         (self.folder / "config.toml").write_text(settings)
         self.child = Child(command, self.folder, self.folder / "superlink.log").start()
         until = time.monotonic() + seconds
-        while not self._answers():
+        while self.child.ended or not self._answers():
             if self.child.ended or time.monotonic() > until:
                 self.child.stop()
                 last = [line for line in self.child.said().splitlines() if line.strip()][-1:]
@@ -191,7 +224,8 @@ class SuperLink:
             waiting[site] = Child(command, self.folder, self.folder / f"register-{site}.log").start()
         for site, child in waiting.items():
             assert child.process is not None
-            if child.process.wait() and "already" not in child.said():
+            failed = child.process.wait() or '"success": false' in child.said()
+            if failed and "already" not in child.said():
                 raise RunError(
                     f"{self.keys.public(site)}: Flower does not take this key: {' '.join(child.said().split())[-300:]}"
                 )

@@ -336,6 +336,6 @@ class UploadFolder(Sequence[Upload]):
         upload = Upload.read(path, self.broadcast, self.statistics)
         if upload.client != path.stem:
             raise ProtocolError(
-                f"{path}: refused, it is the upload of {upload.client}; remove it, or name it {upload.client}{path.suffix}"
+                f"{path}: refused, it is the upload of {upload.client}; give it that name, {upload.client}{path.suffix}, or leave it out"
             )
         return upload
