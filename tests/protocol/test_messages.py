@@ -177,7 +177,9 @@ def test_a_copy_under_another_name_is_refused(federation: Federation, tmp_path: 
         upload.write(tmp_path / f"{upload.client}.safetensors")
     uploads[0].write(tmp_path / "late.safetensors")
     folder = UploadFolder(sorted(tmp_path.glob("*")), broadcast, acts.statistics_of(broadcast))
-    with pytest.raises(ProtocolError, match=r"late\.safetensors: refused, it is the upload of client_0; give it that name"):
+    with pytest.raises(
+        ProtocolError, match=r"late\.safetensors: refused, it is the upload of client_0; give it that name"
+    ):
         list(folder)
     with pytest.raises(ProtocolError, match=r"late\.safetensors: refused"):
         folder[3]
