@@ -261,8 +261,8 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    options = options_of(words)
+def main() -> None:
+    options = options_of()
     if already(options, KEYS, page):
         return
     setting = {

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +172,25 @@ def test_a_model_is_named_after_who_is_left_out_in_any_order_and_number() -> Non
     many = [f"client_{number:03d}" for number in range(40)]
     names = {_named("iffi", many, []), _named("iffi", many[:-1], []), _named("iffi", many, [Path("late.safetensors")])}
     assert len(names) == 3 and all(len(name) < 120 for name in names)
+
+
+@pytest.mark.parametrize("nohup", [True, False])
+def test_a_closed_terminal_ends_a_run_unless_nohup_says_otherwise(tmp_path: Path, nohup: bool) -> None:
+    small = ["--set", "training.epochs=40", "--set", "model.encoder={kind: cnn, width: 4}", "--set", "snapshots=0"]
+    command = [sys.executable, "-m", "oneround.cli", "run", "fafi", "--data", "digits", "--clients", "2", *small]
+    command = ["nohup", *command] if nohup else command
+    run = subprocess.Popen([*command, "--out", str(tmp_path / "x")], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    until = time.monotonic() + 100
+    while not (tmp_path / "x" / "recipe.yaml").exists():
+        assert run.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    run.send_signal(signal.SIGHUP)
+    _, wrong = run.communicate(timeout=200)
+    if nohup:
+        assert run.returncode == 0, wrong
+    else:
+        assert run.returncode == 130 and "--resume" in wrong
+    assert (tmp_path / "x" / "result.json").exists() == nohup
 
 
 @pytest.mark.parametrize("words", [("--interest", "nan"), ("--goal", "nan"), ("--interest", "inf")])

@@ -88,10 +88,12 @@ class Site:
 
 def threads_per_client(local: Local, parameters: int) -> int:
     """CPU threads for a network of that many parameters; results are bit-equal for a fixed number."""
+    if local.threads:
+        return local.threads
     cores = os.cpu_count() or 1
     if choose_device(local.device).type != "cpu":
-        return local.threads or min(BESIDE_A_GPU, cores)
-    return local.threads or (1 if parameters < SMALL else cores)
+        return min(BESIDE_A_GPU, cores)
+    return 1 if parameters < SMALL else cores
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -49,8 +49,9 @@ app.registered_commands.sort(
 def main() -> None:
     """Entry point: an error a user can put right is one line and its exit code."""
     # Asked to end, a command ends what it started, as when interrupted.
-    for ending in (signal.SIGTERM, signal.SIGHUP):  # the latter: its terminal was closed
-        signal.signal(ending, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # its terminal was closed, and nohup did not say to go on
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
         app()
     except OneroundError as error:

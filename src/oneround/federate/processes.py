@@ -1,6 +1,7 @@
 """Flower's processes with the right settings: a SuperLink, a SuperNode, a run. Each is ours to end, by its own id.
 
-On Linux they are also told to end when the command that started them is gone, however it ended.
+On Linux they are also told to end when the command that started them is gone, however it ended (strictly: its thread, so start
+them from one that lasts).
 """
 
 from __future__ import annotations
