@@ -349,7 +349,7 @@ def test_names_of_a_site_s_files_stay_at_the_site(
     digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Elsewhere a file's name may be a patient's."""
-    deadline_when(monkeypatch, lambda desk: "its own log says why" in log_of(desk.place.path))
+    deadline_when(monkeypatch, lambda desk: "asked again when it comes back" in log_of(desk.place.path))
     recipe, nodes = own_sites(digits, tmp_path)
     images = tmp_path / "patients" / "one"
     images.mkdir(parents=True)

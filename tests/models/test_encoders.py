@@ -61,6 +61,25 @@ def test_mobilenet_keeps_the_resolution_of_small_images() -> None:
     assert shapes == [(320, 4, 4)]
 
 
+def test_mobilenet_is_its_layers_one_after_another_and_the_shortcut() -> None:
+    torch.manual_seed(0)
+    encoder, x = encoders.parse("mobilenet-v2").build(3).eval(), torch.randn(2, 3, 16, 16)
+    for module in encoder.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.constant_(module.weight, 3.0)  # so that ReLU6 has something to cut
+    shortcuts = 0
+    with torch.no_grad():
+        features = encoder(x)
+        x = nn.Sequential(*encoder.stem)(x)
+        for block in encoder.blocks:
+            out = nn.Sequential(*block.layers)(x)
+            shortcuts += x.shape == out.shape
+            x = x + out if x.shape == out.shape else out
+        x = nn.Sequential(*encoder.last)(x)
+    assert shortcuts == 10 and float(x.max()) == 6.0
+    assert torch.equal(features, x.mean((2, 3)))
+
+
 def test_initial_weights_depend_on_the_seed_alone() -> None:
     part = encoders.parse("cnn")
     torch.manual_seed(5)

@@ -43,5 +43,8 @@ def test_without_a_gpu_it_is_plain_pytorch() -> None:
     again = nn.BatchNorm2d(8)
     assert torch.equal(normalise(norm, x, r), torch.relu(again(x) + r))
     assert torch.equal(normalise(norm, x, then=None), again(x))
-    assert torch.equal(normalise(norm, 9 * x, then="relu6"), again(9 * x).clamp(0, 6))
+    for each in (norm, again):
+        nn.init.constant_(each.weight, 9.0)  # so that a part is cut at six
+    assert torch.equal(normalise(norm, x, then="relu6"), again(x).clamp(0, 6))
+    assert float(normalise(norm, x).max()) == float(again(x).max()) > 6
     assert torch.equal(norm.running_mean, again.running_mean)
