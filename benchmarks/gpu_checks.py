@@ -61,7 +61,10 @@ def check(name: str, holds: bool, figure: object) -> None:
 
 
 def fused_error(shape: tuple[int, int, int, int], *, add: bool, then: str | None) -> float:
-    """Largest relative error of the fused kernels in bf16 against PyTorch in float64, over outputs and all gradients."""
+    """Largest relative error of the fused kernels in bf16 against PyTorch in float64, over outputs and all gradients.
+
+    Where a value within bf16's rounding of 0 or 6 is cut is decided on the rounded value, as PyTorch's own layers do in bf16.
+    """
     from oneround.models.fused import batch_norm
 
     norm, exact = torch.nn.BatchNorm2d(shape[1]).cuda(), torch.nn.BatchNorm2d(shape[1]).cuda().double()
@@ -74,7 +77,8 @@ def fused_error(shape: tuple[int, int, int, int], *, add: bool, then: str | None
     theirs = [t.detach().double().requires_grad_() for t in ours]
     y = batch_norm(ours[0], norm, ours[1] if add else None, then)
     wanted = exact(theirs[0]) + (theirs[1] if add else 0)
-    wanted = {None: wanted, "relu": wanted.relu(), "relu6": wanted.clamp(0, 6)}[then]
+    wanted = wanted + (wanted.bfloat16().double() - wanted).detach()
+    wanted = {None: wanted, "relu": wanted.relu(), "relu6": torch.nn.functional.relu6(wanted)}[then]
     y.backward(g)
     wanted.backward(g.double())
     pairs = [
@@ -138,9 +142,6 @@ def main() -> None:
         for device in ("cpu", "cuda")
     ]
     check("a CPU and a GPU agree after two steps", difference(*both) < 5e-3, difference(*both))
-    odd = broadcast(objective__terms={**load("fafi").plain()["objective"]["terms"], "impatient": {}})
-    check("a part that cannot be recorded still trains", difference(train(odd, deterministic=True), exact) < 1e-2, "")
-
     check("fixed features on a CPU and a GPU", (apart := features_apart()) < 1e-3, f"largest difference {apart:.1e}")
     check("ridge scores from a CPU and from a GPU", (apart := ridges_apart()) < 1e-2, f"largest difference {apart:.1e}")
 
@@ -156,6 +157,11 @@ def main() -> None:
     torch.cuda.empty_cache()
     print(f"     {torch.cuda.memory_allocated() / 1e9:.2f} GB held before the next run")
     check("the batch size it names fits", train(broadcast(training__batch_size=fits)).epoch == 2, fits)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+    # Last, since PyTorch never gives back the memory of a recording that failed.
+    odd = broadcast(objective__terms={**load("fafi").plain()["objective"]["terms"], "impatient": {}})
+    check("a part that cannot be recorded still trains", difference(train(odd, deterministic=True), exact) < 1e-2, "")
 
 
 if __name__ == "__main__":
