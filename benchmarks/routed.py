@@ -13,6 +13,7 @@ and what OUT.json holds is kept.
 from __future__ import annotations
 
 import argparse
+import statistics
 
 from oneround.errors import OutOfTime
 from oneround.observe.statistics import paired
@@ -26,6 +27,8 @@ EXPERTS = {"fafi": "routed", "entropy-λ": "routed-entropy", "cross-entropy": "r
 ROUTED = ("routed", "routed posterior=typicality")
 KEYS = ("alpha", "experts", "partition")
 ALONE = ("ridge", "iffi", "typicality-gated")
+COMPARED = (*ROUTED, "iffi", "typicality-gated")
+"""Rules that depend on how experts were trained."""
 
 
 def measure(cell: Cell, options: argparse.Namespace, deadline: float) -> Record | None:
@@ -67,6 +70,40 @@ def page(record: Record) -> list[str]:
             mine = [cell for cell in cells if (cell["alpha"], cell["experts"]) == (alpha, experts)]
             seeds = ", ".join(str(cell["partition"]) for cell in mine)
             lines += [f"## α = {alpha}, experts: {experts}, partitions {seeds}\n", *_table(mine), ""]
+    lines += ["## Experts trained in other ways, minus FAFI's on the same partitions\n", *_ways(cells), ""]
+    lines += ["## How long experts train: mean accuracy by local epochs\n", *_lengths(cells), ""]
+    return lines
+
+
+def _ways(cells: list[Record]) -> list[str]:
+    """Every other kind of expert against FAFI's, rule by rule."""
+    by_cell = {tuple(cell[key] for key in KEYS): cell for cell in cells}
+    lines = ["| α | experts | partitions | " + " | ".join(COMPARED) + " |", "|---" * (3 + len(COMPARED)) + "|"]
+    for alpha, experts in dict.fromkeys(
+        (cell["alpha"], cell["experts"]) for cell in cells if cell["experts"] != "fafi"
+    ):
+        seeds = [each for a, e, each in by_cell if (a, e) == (alpha, experts) and (alpha, "fafi", each) in by_cell]
+        if not seeds:
+            continue
+        row = [f"{alpha}", experts, ", ".join(map(str, seeds))]
+        for rule in COMPARED:
+            ours, theirs = (
+                [100 * by_cell[alpha, kind, seed]["rules"][rule] for seed in seeds] for kind in (experts, "fafi")
+            )
+            row.append(difference_in_words(paired(ours, theirs)))
+        lines.append("| " + " | ".join(row) + " |")
+    return lines
+
+
+def _lengths(cells: list[Record]) -> list[str]:
+    epochs = sorted({int(epoch) for cell in cells for epoch in cell["curves"][COMPARED[0]]})
+    lines = ["| α | experts | rule | " + " | ".join(map(str, epochs)) + " |", "|---" * (3 + len(epochs)) + "|"]
+    for alpha, experts in sorted({(cell["alpha"], cell["experts"]) for cell in cells}):
+        mine = [cell for cell in cells if (cell["alpha"], cell["experts"]) == (alpha, experts)]
+        for rule in COMPARED:
+            curves = [{int(at): value for at, value in cell["curves"][rule].items()} for cell in mine]
+            means = [f"{100 * statistics.mean(curve[epoch] for curve in curves):.1f}" for epoch in epochs]
+            lines.append(f"| {alpha} | {experts} | {rule} | " + " | ".join(means) + " |")
     return lines
 
 

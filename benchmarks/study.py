@@ -99,17 +99,16 @@ def already(options: argparse.Namespace, keys: Sequence[str], page: Callable[[Re
 def joined(places: Sequence[Path], keys: Sequence[str]) -> Record:
     """One record of several that were measured side by side."""
     records = [json.loads(place.read_text()) for place in places]
-    setting = {key: value for key, value in records[0].items() if key not in ("cells", "environment", "arguments")}
-    for place, record in zip(places, records, strict=True):
-        for key, value in setting.items():
-            if record[key] != value:
-                sys.exit(
-                    f"{place}: {key} = {record[key]}, in {places[0]} it is {value}; only like records can be joined"
-                )
+    settings = [
+        {key: value for key, value in record.items() if key not in ("cells", "environment", "arguments")}
+        for record in records
+    ]
+    for place, setting in zip(places, settings, strict=True):
+        check_alike(places[0], settings[0], place, setting)
     cells = {tuple(cell[key] for key in keys): cell for record in records for cell in record["cells"]}
     commands = dict.fromkeys(told for record in records for told in commands_of(record))
     where = together([record["environment"] for record in records])
-    return {**setting, "cells": list(cells.values()), "environment": where, "arguments": list(commands)}
+    return {**settings[0], "cells": list(cells.values()), "environment": where, "arguments": list(commands)}
 
 
 def commands_of(record: Record) -> list[str]:

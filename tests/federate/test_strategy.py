@@ -42,6 +42,7 @@ def test_the_example_fuses_and_its_adapter_learns(example: ModuleType) -> None:
     assert [told["round"] for told in strategy.trace] == [2, 3, 4]
     assert [told.get("accepted") for told in strategy.trace] == [True, True, None]  # the result is the average
     assert all(told["adapter_moved"] > 0 for told in strategy.trace[1:])
+    assert all(told["changed"] > told["by_teacher"] > 0 for told in strategy.trace[:2])
     net = example.network(16)
     net.load_state_dict(arrays)
     assert all(torch.isfinite(value).all() for value in arrays.values())

@@ -107,6 +107,18 @@ def test_it_learns_a_known_function_of_the_teacher(random: torch.Generator) -> N
     )  # it looks at the teacher, it does not know the answer by heart
 
 
+def test_it_tells_how_far_it_changed_the_student_and_how_far_the_teacher_did(random: torch.Generator) -> None:
+    student, teacher = torch.randn(8, 12, generator=random), torch.randn(10, 16, generator=random)
+    one = merger(student, teacher)
+    assert one.effect() == {}
+    out = {name: one.fuse({"w": student}, {"t": each})["w"] for name, each in (("blank", 0 * teacher), ("t", teacher))}
+    told, size = one.effect(), student.norm()
+    assert told["changed"] == pytest.approx(float((out["t"] - student).norm() / size), rel=1e-4)
+    assert told["by_teacher"] == pytest.approx(float((out["t"] - out["blank"]).norm() / size), rel=1e-4)
+    one.fuse({"w": student}, {"t": 0 * teacher})
+    assert one.effect()["by_teacher"] == 0 < told["by_teacher"]
+
+
 def test_its_weights_move_at_every_lesson_and_stay_with_a_rate_of_zero(random: torch.Generator) -> None:
     student, teacher, goal = (torch.randn(8, 12, generator=random) for _ in range(3))
     moving, fixed = merger(student, teacher, dropout=0.2), merger(student, teacher, learning_rate=0.0, dropout=0.2)

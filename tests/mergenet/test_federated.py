@@ -64,6 +64,9 @@ def test_the_adapter_fuses_learns_and_tells(digits: Dataset, tmp_path: Path) -> 
     assert (
         "accepted" not in told[1] and all(told[number]["accepted"] for number in (2, 3)) and "accepted" not in told[4]
     )
+    assert (
+        all(told[number]["changed"] > told[number]["by_teacher"] > 0 for number in (2, 3)) and "changed" not in told[4]
+    )
     assert all(told[number]["adapter_moved"] > 0 for number in (3, 4))  # the first lesson is after the first fusion
     ours, plain = result.curves["mergenet teacher.encoder=cnn width=8 teacher.epochs=2 adapter.width=8 adapter.heads=2 adapter.layers=1"], result.curves["average"]  # fmt: skip
     assert ours[1] == plain[1] and ours[4] == plain[4] and ours[2] != plain[2]
@@ -78,6 +81,8 @@ def test_the_report_tells_round_by_round_what_was_sent_and_why(digits: Dataset, 
         assert (f'<td class="words">{event["reason"]}</td>' if event.get("reason") else f">{number}</th>") in between
         if "error" in event:
             assert f"{event['error']:.4g}" in between
+        if "by_teacher" in event:
+            assert f"{event['changed']:.4g}" in between and f"{event['by_teacher']:.4g}" in between
     assert "1 in each of 4 rounds" in page and "4 rounds, 3 clients" in page
     told = json.loads((tmp_path / "run" / "result.json").read_text())
     assert f"{round(told['bytes_up'] / 4):,}" in page.partition('id="traffic"')[2]
@@ -362,7 +367,7 @@ def test_on_one_machine_student_and_teacher_learn_side_by_side(digits: Dataset, 
     recipe = small_recipe("mergenet-single", **usual, training__epochs=3)
     run(recipe, tmp_path / "whole", data=digits)
     epochs = [event for event in MetricsLog(tmp_path / "whole" / "metrics.jsonl") if event["event"] == "epoch"]
-    assert all(event["adapter_adapter_moved"] > 0 for event in epochs)
+    assert all(event["adapter_adapter_moved"] > 0 and event["adapter_by_teacher"] > 0 for event in epochs)
     alone = small_recipe("mergenet-single", **{**usual, "companion": None}, training__epochs=3)
     run(alone, tmp_path / "alone", data=digits)
     assert contents(tmp_path / "alone") != contents(tmp_path / "whole")

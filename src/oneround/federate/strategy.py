@@ -54,7 +54,7 @@ class MergeNet(FedAvg):
         self.merger: Merger | None = None
         self.last_round: int | None = None
         self.trace: list[dict[str, Any]] = []
-        """What every fusion did: its error, how far the adapter moved, whether the fused network was sent."""
+        """What every fusion did: its error, how far adapter and student moved, whether the fused network was sent."""
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *more: Any, **options: Any) -> Result:
         """As FedAvg's."""
@@ -76,6 +76,7 @@ class MergeNet(FedAvg):
             self.trace.append(told)
             return arrays, metrics  # after the last round nobody trains any more: the result is the average
         fused = {name: value.to(averaged[name].dtype).cpu() for name, value in self.merger.fuse(averaged, self.teacher).items()}  # fmt: skip
+        told |= self.merger.effect()
         told["accepted"] = self._accepts(fused, averaged, told)
         self.trace.append(told)
         log.info("mergenet: %s", told)

@@ -79,11 +79,13 @@ class MergeNet(Average):
         merger = self._merger(averaged, teacher, broadcast, server)
         if number > self.start_round:
             merger.load(_read_state(self._state(server, number - 1), broadcast))
-        learned = merger.learn(averaged, number / broadcast.recipe.rounds)
-        told |= {name: value for name, value in learned.items() if math.isfinite(value)}
+        seen = merger.learn(averaged, number / broadcast.recipe.rounds)
+        fused = merger.fuse(averaged, teacher) if due else {}
+        seen |= merger.effect()
+        told |= {name: value for name, value in seen.items() if math.isfinite(value)}
         sent = averaged
         if due:
-            fused = {name: on_cpu(value) for name, value in merger.fuse(averaged, teacher).items()}
+            fused = {name: on_cpu(value) for name, value in fused.items()}
             sent = fused if self._accepts(fused, averaged, broadcast, server, told) else averaged
         blob.write_durably(
             self._state(server, number), blob.pack("adapter", merger.state(), {"recipe_digest": broadcast.digest})

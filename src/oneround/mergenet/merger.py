@@ -22,6 +22,7 @@ from oneround.protocol import Broadcast
 from oneround.seeds import derive
 
 Weights = Mapping[str, Tensor]
+TINY = 1e-12
 
 
 class Pair(Strict):
@@ -87,6 +88,17 @@ class Merger:
         self.fusions += 1
         return dict(student) | self._outputs(self.given, teacher)
 
+    @torch.no_grad()
+    def effect(self) -> dict[str, float]:
+        """How far the last fusion took the student's tensors, and how far from what it had made of a teacher of zeros."""
+        if not self.given:
+            return {}
+        out = self._outputs(self.given, self.looked_at)
+        blank = self._outputs(self.given, {name: torch.zeros_like(value) for name, value in self.looked_at.items()})
+        given = {name: value.to(self.device).float() for name, value in self.given.items()}
+        size = max(_size(given), TINY)
+        return {"changed": _distance(out, given) / size, "by_teacher": _distance(out, blank) / size}
+
     def learn(self, reached: Weights, progress: float = 0.0) -> dict[str, float]:
         """One step towards what training made of the last fusion; `progress` (0…1) of all fusions. What it saw, in numbers."""
         if not self.given:
@@ -94,8 +106,7 @@ class Merger:
         goals = {pair.student: reached[pair.student].detach().to(self.device).float() for pair in self.pairs}
         with torch.no_grad():
             out = self._outputs(self.given, self.looked_at)
-        size = math.sqrt(sum(float(goal.square().sum()) for goal in goals.values()))
-        told = {"error": _distance(out, goals) / max(size, 1e-12), "adapter_moved": 0.0}
+        told = {"error": _distance(out, goals) / max(_size(goals), TINY), "adapter_moved": 0.0}
         rate = self.options.learning_rate
         if self.options.schedule == "cosine":
             rate *= (1 + math.cos(math.pi * progress)) / 2
@@ -180,5 +191,9 @@ def _shape(tensor: Tensor) -> tuple[int, int]:
     return rows, columns
 
 
+def _size(weights: Weights) -> float:
+    return math.sqrt(sum(float(value.square().sum()) for value in weights.values()))
+
+
 def _distance(one: Weights, other: Weights) -> float:
-    return math.sqrt(sum(float((one[name] - other[name]).square().sum()) for name in one))
+    return _size({name: one[name] - other[name] for name in one})

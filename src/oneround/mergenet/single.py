@@ -99,6 +99,7 @@ class Together:
         told = {
             f"adapter_{key}": sum(each[key] for each in self.seen) / len(self.seen) for key in (self.seen or [{}])[0]
         }
+        told |= {f"adapter_{key}": value for key, value in self.merger.effect().items()}
         self.seen = []
         self.teacher.now.sums.zero_()
         return told

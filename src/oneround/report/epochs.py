@@ -46,6 +46,7 @@ SENT = {None: "the average", True: "fused", False: "the average instead"}
 BETWEEN: list[tuple[str, dict[str, str], str]] = [
     ("on validation images", {"fused_validation": "fused", "average_validation": "the average"}, "accuracy, %"),
     ("its adapter's error", {"error": "from what it made to where training went"}, "relative distance"),
+    ("how far it changed the student", {"changed": "in all", "by_teacher": "by the teacher"}, "relative distance"),
     ("its adapter's lessons", {"gradient_norm": "norm of the gradient", "adapter_moved": "moved by"}, "norm"),
 ]
 """Charts of what a fusion tells: title, keys with their names, axis."""
