@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import mergenet  # noqa: E402
+import ridge  # noqa: E402
+import routed  # noqa: E402
 
 SMALL = [
     "--student",
@@ -62,6 +64,33 @@ def test_the_mergenet_study_measures_every_method_once_and_goes_on(tmp_path: Pat
     assert both["arguments"] == ["--seeds 1", *record["arguments"]] and "another" in both["environment"]["device"]
     page = (tmp_path / "alpha_0.5.md").read_text()
     assert "not measured" not in page and all(f"\n- {number}. " in page for number in range(1, 5))
+
+
+@pytest.mark.parametrize("name", ["cifar10_mergenet", "cifar10_ridge", "cifar10_ridge_cpu", "cifar10_routed"])
+def test_pages_that_are_kept_say_what_their_records_say(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, page = (ROOT / "results" / f"{name}.{ending}" for ending in ("json", "md"))
+    (tmp_path / record.name).write_text(record.read_text())
+    made_by = {"mergenet": mergenet, "ridge": ridge, "routed": routed}[name.split("_")[1]]
+    monkeypatch.setattr(sys, "argv", [f"{made_by.__name__}.py", "--render", str(tmp_path / record.name)])
+    made_by.main()
+    assert (tmp_path / page.name).read_text() == page.read_text()
+
+
+def test_experts_are_compared_on_the_partitions_they_share() -> None:
+    def cell(experts: str, partition: int, accuracy: float) -> dict[str, object]:
+        curves = {rule: {"10": accuracy / 2, "20": accuracy} for rule in routed.COMPARED}
+        rules = dict.fromkeys(routed.COMPARED, accuracy)
+        return {"alpha": 0.1, "experts": experts, "partition": partition, "rules": rules, "curves": curves}
+
+    cells = [cell("fafi", 1, 0.5), cell("fafi", 2, 0.6), cell("fafi", 3, 0.9)]
+    cells += [cell("cross-entropy", 1, 0.52), cell("cross-entropy", 2, 0.64), cell("cross-entropy", 7, 0.1)]
+    assert routed._ways(cells)[2:] == [
+        "| 0.1 | cross-entropy | 1, 2 |" + " +3.0 ± 12.7 (n.d.) |" * len(routed.COMPARED)
+    ]
+    lengths = routed._lengths(cells)
+    assert "| 10 | 20 |" in lengths[0] and lengths[2] == "| 0.1 | cross-entropy | routed | 21.0 | 42.0 |"
 
 
 def test_routed_experts_are_measured_and_their_uploads_scored_in_every_encoding(tmp_path: Path) -> None:
