@@ -182,6 +182,7 @@ def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit, sinks
         if stop not in plan.stops:
             continue
         started = time.monotonic()
+        emit({"event": "scoring", "epoch": stop})
         with site.arithmetic(plan.traffic.parameters):
             made = {}
             scores, alone, held = score_uploads(rules, uploads, broadcast, plan.data.test, site, made, site.validation)
@@ -192,7 +193,8 @@ def _train_and_score(place: RunFolder, plan: Plan, crew: Crew, emit: Emit, sinks
             pour(record(place, uploads, epochs, scores, alone, held, made, seconds, clock.elapsed), sinks)
         found = {name: score.accuracy for name, score in scores.items()}
         when = f"round {broadcast.round} of {plan.recipe.rounds}" if plan.recipe.rounds > 1 else f"epoch {stop}"
-        emit({"event": "snapshot", "epoch": stop, "when": when, "accuracy": found})
+        left = sum(epoch > stop for epoch in plan.stops)
+        emit({"event": "snapshot", "epoch": stop, "when": when, "accuracy": found, "seconds": seconds, "left": left})
         log.info("%s: %s", when, ", ".join(f"{name} {accuracy:.2%}" for name, accuracy in found.items()))
         if ends and stop != plan.stops[-1]:
             with site.arithmetic(plan.traffic.parameters):

@@ -70,8 +70,14 @@ def test_progress_tells_size_pace_and_snapshots_where_no_bar_is_drawn() -> None:
         live.emit({"event": "steps", "client": "a", "epoch": 1, "done": 2, "of": 10})
         live.started -= 60
         live.emit({"event": "epoch", "client": "a", "epoch": 1, "steps": 10})
-        live.emit({"event": "snapshot", "epoch": 1, "when": "epoch 1", "accuracy": {"iffi": 0.5, "average": 0.75}})
+        scored = {"event": "snapshot", "epoch": 1, "when": "epoch 1", "accuracy": {"iffi": 0.5, "average": 0.75}}
+        for seconds, left in ((2, 9), (20, 0), (20, 9), (20, 8)):
+            live.emit({"event": "scoring", "epoch": 1})
+            assert live.bars.tasks[0].description == "scoring"
+            live.emit({**scored, "seconds": seconds, "left": left})
+            assert live.bars.tasks[0].description == "training"
     text = console.export_text()
+    assert text.count("scoring took") == 1 and "fusing and scoring took 20 s and comes 9 more times: about 3 min" in text
     assert "a run of 100 steps" in text
     assert "about 11 min left" in text
     assert "epoch 1: average 75.0, iffi 50.0" in text

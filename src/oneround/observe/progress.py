@@ -18,6 +18,8 @@ from rich.progress import (
 
 from oneround.observe.words import duration
 
+LONG = 10  # seconds of scoring that are worth a line
+
 
 class Live:
     """Turns events into a display; on a terminal bars, elsewhere plain lines."""
@@ -33,7 +35,7 @@ class Live:
         self.partial: dict[str, int] = {}
         self.started: float | None = None
         self.first = 0.0
-        self.told_time = False
+        self.told_time = self.told_scoring = False
         self.epochs = 1
 
     def __enter__(self) -> Live:
@@ -57,7 +59,11 @@ class Live:
             self._advance(event)
         elif kind in ("trouble", "prepare"):
             self.say(f"  {self._name(event)}{event['text']}")
+        elif kind == "scoring":
+            self._now(event, "scoring")
         elif kind == "snapshot":
+            self._now(event, "training")
+            self._tell_scoring(event)
             if self.every_snapshot or event["epoch"] == self.epochs:
                 best = sorted(event["accuracy"].items(), key=lambda item: -item[1])
                 shown = ", ".join(f"{name} {100 * value:.1f}" for name, value in best)
@@ -74,7 +80,12 @@ class Live:
                 self.say(f"  {self._name(event)}{line.strip()}" if "partition" in event and number else line)
         self.epochs = event["epochs"]
         self.current = self.bars.add_task(f"{self._name(event)}training", total=event["steps"])
-        self.started, self.told_time = None, False
+        self.started, self.told_time, self.told_scoring = None, False, False
+
+    def _now(self, event: dict[str, Any], doing: str) -> None:
+        """What the run is at, before its bar."""
+        if self.current is not None:
+            self.bars.update(self.current, description=f"{self._name(event)}{doing}")
 
     def _advance(self, event: dict[str, Any]) -> None:
         """Epochs count whole, steps of an epoch under way count as they come."""
@@ -103,6 +114,13 @@ class Live:
         if elapsed > 3 and done >= 5:
             self.told_time = True
             self.say(f"  about {duration(elapsed * (bar.total - bar.completed) / done)} left at this pace")
+
+    def _tell_scoring(self, event: dict[str, Any]) -> None:
+        """Where scoring takes long, say so once: the time left does not count it."""
+        if not self.told_scoring and event["seconds"] > LONG and event["left"]:
+            self.told_scoring = True
+            told, more = duration(event["seconds"]), duration(event["seconds"] * event["left"])
+            self.say(f"  fusing and scoring took {told} and comes {event['left']} more times: about {more} beside the training")
 
     @staticmethod
     def _name(event: dict[str, Any]) -> str:
