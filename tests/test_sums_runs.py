@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,32 @@ def test_the_answer_does_not_depend_on_the_partition(folder: Path, digits: Datas
     assert skewed.rules == even.rules and skewed.rules["ridge"] > 0.9
     assert max(skewed.clients.values()) < 0.75 < min(even.clients.values())
     assert skewed.curves == {"ridge": {1: skewed.rules["ridge"]}}
+
+
+def test_a_rank_that_saves_nothing_is_remarked(digits: Dataset) -> None:
+    def told(rank: int) -> str:
+        return " ".join(Plan.of(load("ridge", [*SMALL, ("sums.rank", rank)]), digits).remarks())
+
+    assert "rank" not in told(20)
+    assert "sums.rank = 100000 makes uploads no smaller: 42 kB, where all second moments are 23 kB" in told(100000)
+    assert "rank = 60 makes" in told(60)
+
+
+def test_sums_that_no_memory_holds_are_refused_at_once(digits: Dataset) -> None:
+    with pytest.raises(RecipeError, match=r"size = 8000000000: adding and solving take 1\.54e\+12 GB of memory"):
+        Plan.of(load("ridge", [("sums.features.size", 8_000_000_000)]), digits)
+    with pytest.raises(RecipeError, match=r"take \d+000 or less"):
+        sums.check_room(10**7)
+
+
+def test_masks_on_a_natural_partition_wait_for_the_data(digits: Dataset) -> None:
+    masked = [*SMALL[:2], ("sums.secure", True), ("reveal.class_counts", False), ("partition", {"kind": "natural"})]
+    with pytest.raises(RecipeError, match=r"quorum = 2: with sums\.secure masks cancel only in the sum of all clients"):
+        load("ridge", [*masked, ("quorum", 2)])
+    groups = torch.arange(len(digits.train)) % 3
+    assert len(Plan.of(load("ridge", masked), replace(digits, groups=groups)).clients) == 3
+    with pytest.raises(RecipeError, match="only one client"):
+        Plan.of(load("ridge", masked), replace(digits, groups=0 * groups))
 
 
 def test_a_run_without_a_network_says_so(digits: Dataset, folder: Path) -> None:

@@ -42,7 +42,9 @@ def settle(recipe: Recipe, data: Dataset) -> Recipe:
     """The recipe with what depends on the data filled in: the encoder, whether images may be mirrored; one pass for sums alone."""
     changes: dict[str, object] = {}
     if recipe.sums is not None:
-        changes["sums.features"] = features.of(recipe.sums.features).settled(data.shape).dump()
+        chosen = features.of(recipe.sums.features).settled(data.shape)
+        sums.check_room(chosen.size_for(data.shape))
+        changes["sums.features"] = chosen.dump()
         if recipe.sums.mirror is None:
             changes["sums.mirror"] = "features" if data.mirror else "none"
     if not recipe.trains:

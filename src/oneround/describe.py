@@ -71,15 +71,15 @@ class Method:
         if self.recipe.secure:
             return [TOLD]
         told = ["what its network learned"] if self.recipe.trains else []
+        measured = "all that training measured" if counts is True else "the loss of every epoch"
         if isinstance(counts, Noise):
-            told.append(f"class counts with Laplace noise (ε = {counts.epsilon:g}), the loss of every epoch")
+            told.append(f"class counts with Laplace noise (ε = {counts.epsilon:g})")
         else:
-            told.append(
-                "class counts, all that training measured"
-                if counts
-                else "how many samples it has, the loss of every epoch"
-            )
-        return [*told, *dict.fromkeys(rule.reveals for rule in acts.rules_of(self.recipe) if rule.reveals)]
+            told.append("class counts" if counts else "how many samples it has")
+        if self.recipe.trains:
+            told[-1] += f", {measured}"
+        asked = (each for rule in acts.rules_of(self.recipe) if rule.reveals for each in rule.reveals.split("; "))
+        return list(dict.fromkeys([*told, *asked]))
 
     def plain(self) -> dict[str, Any]:
         return {

@@ -152,7 +152,7 @@ class Federated(Strict):
 
     def _check_secure(self) -> None:
         """What masked sums rule out: all that tells what masks hide, and all that does without one of the clients."""
-        clients = getattr(self.partition, "clients", 0)
+        clients = getattr(self.partition, "clients", None)  # None: as many as the data have, known later
         if self.trains:
             raise ValueError(
                 "sums.secure: networks tell what masks hide; train none (extends: ridge), or leave secure out"
@@ -161,11 +161,12 @@ class Federated(Strict):
             raise ValueError("sums.secure: class counts are under the masks too; set reveal.class_counts: false")
         if self.rounds > 1:
             raise ValueError(f"rounds = {self.rounds}: sums.secure is for one round; set rounds: 1")
-        if clients < 2:
+        if clients is not None and clients < 2:
             raise ValueError(f"partition.clients = {clients}: sums.secure needs at least two, to mask for each other")
-        if self.quorum is not None and self.quorum < clients:
+        if self.quorum is not None and (clients is None or self.quorum < clients):
+            count = "" if clients is None else f"{clients} "
             raise ValueError(
-                f"quorum = {self.quorum}: with sums.secure masks cancel only in the sum of all {clients} clients; leave quorum out"
+                f"quorum = {self.quorum}: with sums.secure masks cancel only in the sum of all {count}clients; leave quorum out"
             )
 
     def _check_hidden(self) -> None:

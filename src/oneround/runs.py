@@ -25,6 +25,7 @@ from oneround.observe.environment import device_name
 from oneround.observe.log import MetricsLog
 from oneround.observe.words import size_in_words
 from oneround.protocol import Broadcast
+from oneround.reading import change
 from oneround.recipe import Federated, Recipe
 from oneround.site import Site, choose_device, threads_per_client
 from oneround.sums import steps_of
@@ -61,6 +62,10 @@ class Plan:
             )
         traffic = acts.traffic(settled, data.classes, data.shape, len(split.public))
         return Plan(settled, mislabelled(settled, data, split), split, traffic)
+
+    def traffic_with(self, changes: dict[str, object]) -> acts.Traffic:
+        """What would travel if the recipe were another."""
+        return acts.traffic(change(self.recipe, changes), self.data.classes, self.data.shape, len(self.split.public))
 
     def job(self, place: RunFolder, client: str, until: int, told: Mapping[str, float]) -> Job:
         """Work for the crew: train that client to the end of an epoch."""
@@ -130,6 +135,13 @@ class Plan:
             told.append(
                 "masks are made from the seed: a simulation has no secrets, only a real federation hides anything"
             )
+        if self.recipe.sums is not None and self.recipe.sums.rank is not None:
+            whole = self.traffic_with({"sums.rank": None})
+            if whole.up <= self.traffic.up:
+                told.append(
+                    f"sums.rank = {self.recipe.sums.rank} makes uploads no smaller: {size_in_words(self.traffic.up)}, where all "
+                    f"second moments are {size_in_words(whole.up)} and exact; leave rank out"
+                )
         if self.recipe.clients_hold_back and len(self.stops) > 1:
             told.append(
                 f"{len(self.split.validation):,} images held back by the clients choose the snapshot: in a real federation the "

@@ -77,7 +77,9 @@ def test_progress_tells_size_pace_and_snapshots_where_no_bar_is_drawn() -> None:
             live.emit({**scored, "seconds": seconds, "left": left})
             assert live.bars.tasks[0].description == "training"
     text = console.export_text()
-    assert text.count("scoring took") == 1 and "fusing and scoring took 20 s and comes 9 more times: about 3 min" in text
+    assert (
+        text.count("scoring took") == 1 and "fusing and scoring took 20 s and comes 9 more times: about 3 min" in text
+    )
     assert "a run of 100 steps" in text
     assert "about 11 min left" in text
     assert "epoch 1: average 75.0, iffi 50.0" in text

@@ -109,7 +109,7 @@ def test_what_is_refused_and_why(federation: Federation) -> None:
     refuse(federation, altered(upload, class_counts=torch.ones(9, dtype=torch.int64)), "must be 10 counts")
     refuse(federation, altered(upload, class_counts=torch.tensor([-1] + [1] * 9)), "must be 10 counts")
     refuse(federation, altered(upload, epoch=3), "epoch 3; expected a name and 0 to 2")
-    refuse(federation, federation[1].pack(), "it is a broadcast, not a upload")
+    refuse(federation, federation[1].pack(), "of the kind broadcast, expected upload")
     refuse(federation, safetensors.torch.save(weights), "not written by oneround")
     refuse(federation, pickle.dumps(weights["prototypes"].tolist()), "a pickle or zip file")
     refuse(federation, b"PK\x03\x04" + bytes(100), "a pickle or zip file")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from oneround import acts, sums
 from oneround.data import Dataset, Images
-from oneround.errors import ProtocolError
+from oneround.errors import ProtocolError, RunError
 from oneround.fusion import rules
 from oneround.fusion.ridge import added
 from oneround.models.features import Features
@@ -206,6 +206,8 @@ def test_mirrored_copies_count_as_images(digits: Dataset) -> None:
         ({"total": torch.zeros(96)}, "sums.total is torch.float32"),
         ({"counts": torch.full((10,), 7.0)}, "over other numbers of images than its class_counts say"),
         ({"cross": torch.full((96, 10), torch.nan)}, "sums.cross holds values that are not finite"),
+        ({"total": torch.full((96,), 1e160, dtype=torch.float64)}, r"features of 3.3e\+158 on average"),
+        ({"triangle": torch.full((96 * 97 // 2,), -1.0)}, r"negative squares \(-1\)"),
     ],
 )
 def test_sums_that_do_not_fit_are_refused(
@@ -217,8 +219,53 @@ def test_sums_that_do_not_fit_are_refused(
         Upload.unpack(replace(upload, sums=given).pack(), broadcast, {}, "site-7")
 
 
-def test_nobody_left_is_one_line() -> None:
-    from oneround.errors import RunError
+@pytest.mark.parametrize("how", [{"precision": "int16"}, {"precision": "fp16"}, {"rank": 20}])
+def test_negative_squares_are_refused_in_smaller_uploads_too(
+    broadcast: Broadcast, digits: Dataset, how: dict[str, object]
+) -> None:
+    told = sent(digits, **{f"sums__{key}": value for key, value in how.items()})
+    upload = upload_of(told, digits, "site", np.arange(30))
+    name = "rest" if "rank" in how else "diagonal"
+    given = {**upload.sums, name: upload.sums[name] - 1}
+    with pytest.raises(ProtocolError, match="negative squares"):
+        Upload.unpack(replace(upload, sums=given).pack(), told, {}, "site-7")
 
+
+def test_images_that_are_all_alike_are_sums_all_the_same(broadcast: Broadcast, digits: Dataset) -> None:
+    """Around their mean nothing is left but rounding, of either sign."""
+    alike = Images(digits.train.pixels[:1].expand(500, -1, -1, -1), digits.train.labels[:500])
+    upload = acts.train(broadcast, Site("site", alike))
+    again = Upload.unpack(upload.pack(), broadcast, {})
+    assert torch.isfinite(acts.fuse([again], broadcast).predict(digits.test.pixels)).all()
+
+
+def test_sums_of_no_features_end_the_search(broadcast: Broadcast) -> None:
+    wrong = Moments(torch.eye(4).double(), torch.zeros(4, 2).double(), torch.zeros(4).double(), torch.ones(2).double())
+    wrong.gram[0, 1] = wrong.gram[1, 0] = 1e12
+    with pytest.raises(RunError, match="no second moments of any features"):
+        solve(wrong)
+
+
+@pytest.mark.parametrize("images", [20, 60, 120, 250])
+def test_few_images_are_no_reason_to_be_sure(broadcast: Broadcast, digits: Dataset, images: int) -> None:
+    """Fewer than features, or hardly more: λ is not at the end of the search, and wrong answers are not given for certain."""
+    told = sent(digits, sums__features={"kind": "patches", "size": 160, "patch": 3})
+    upload = upload_of(told, digits, "site", np.arange(images))
+    found = solve(unpacked(upload.sums))
+    assert images - found.freedom >= 1 and 1e-6 < found.penalty < 1e3
+    probabilities = acts.fuse([upload], told).predict(digits.test.pixels)
+    right = probabilities.gather(1, digits.test.labels[:, None])
+    assert float(-right.clamp(min=1e-30).log().mean()) < 4
+
+
+def test_copies_are_no_images_of_their_own_when_errors_are_counted(broadcast: Broadcast, digits: Dataset) -> None:
+    once = unpacked(upload_of(broadcast, digits, "site", np.arange(200)).sums)
+    one, two = solve(once, 0.1), solve(once + once, 0.1, copies=2)
+    assert two.noise == pytest.approx(one.noise, rel=1e-6) and two.freedom == pytest.approx(one.freedom, rel=1e-6)
+    assert solve(once + once, 0.1).noise < 0.9 * one.noise
+    assert solve(once + once, copies=2).penalty == pytest.approx(solve(once).penalty)
+
+
+def test_nobody_left_is_one_line() -> None:
     with pytest.raises(RunError, match="over no images at all"):
         solve(Moments.zero(4, 2))

@@ -2,8 +2,8 @@
 
     W = (ΣG_k + λI)⁻¹ ΣM_k on centred features, G_k = Σφφᵀ, M_k = Σφyᵀ
 
-With one-hot targets and residual variance σ² a score v_c says −‖v − e_c‖²/2σ² of class c, so v/σ² are its logits; σ² and λ come
-from the sums too (generalised cross-validation). It reveals second moments of the features and class counts, or, under masks
+With one-hot targets and an expected squared error σ² a score v_c says −‖v − e_c‖²/2σ² of class c, so v/σ² are its logits; σ² and
+λ come from the sums too (generalised cross-validation). It reveals second moments of the features and class counts, or, under masks
 (`sums.secure`), only their total over all clients.
 """
 
@@ -48,7 +48,7 @@ class Ridge(Rule):
 
     @property
     def reveals(self) -> str:
-        return "second moments of fixed features of its images, features summed by class, class counts"
+        return "second moments of fixed features of its images, features summed by class"
 
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
         solution, counts = pooled(uploads, broadcast, server.device, self.penalty)

@@ -46,7 +46,7 @@ class Rule(Part):
 
     @property
     def reveals(self) -> str:
-        """What its statistics tell of a site's data, in words; nothing if it asks for none."""
+        """What its statistics tell of a site's data, in words, things apart by "; "; nothing if it asks for none."""
         return ""
 
     @property

@@ -120,7 +120,9 @@ class Live:
         if not self.told_scoring and event["seconds"] > LONG and event["left"]:
             self.told_scoring = True
             told, more = duration(event["seconds"]), duration(event["seconds"] * event["left"])
-            self.say(f"  fusing and scoring took {told} and comes {event['left']} more times: about {more} beside the training")
+            self.say(
+                f"  fusing and scoring took {told} and comes {event['left']} more times: about {more} beside the training"
+            )
 
     @staticmethod
     def _name(event: dict[str, Any]) -> str:

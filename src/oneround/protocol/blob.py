@@ -103,7 +103,7 @@ def _manifest(header: dict[str, Any], where: str, kind: str) -> Manifest:
         version = manifest.get("format") if isinstance(manifest, dict) else None
         raise ProtocolError(f"{where}: refused, format {version}; this version reads format {FORMAT}")
     if manifest.get("kind") != kind:
-        raise ProtocolError(f"{where}: refused, it is a {manifest.get('kind')}, not a {kind}")
+        raise ProtocolError(f"{where}: refused, of the kind {manifest.get('kind')}, expected {kind}")
     return manifest
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from oneround.errors import ProtocolError
 from oneround.models.features import features
 from oneround.protocol import blob
-from oneround.protocol.claims import check_masks, counts_of
+from oneround.protocol.claims import check_masks, check_sums, counts_of
 from oneround.protocol.encoding import as_sent, decode, encode, layout_of
 from oneround.reading import parse_federated
 from oneround.recipe import Federated
@@ -209,6 +209,9 @@ class Upload:
         tensors = _decoded(tensors, broadcast, statistics, where)
         masked = broadcast.recipe.secure
         counts = [] if masked else counts_of(manifest, tensors.get("sums.counts"), broadcast, where)
+        parts = _parted(tensors, "weights", "statistics", "sums")
+        if parts["sums"] and not masked:
+            check_sums(parts["sums"], where)
         epoch, client = manifest.get("epoch"), manifest.get("client")
         first, last = broadcast.first_epoch, broadcast.last_epoch
         if type(epoch) is not int or not first <= epoch <= last or not isinstance(client, str):
@@ -219,7 +222,7 @@ class Upload:
             check_masks(manifest, client, broadcast, where)
         history = manifest.get("history")
         return Upload(
-            client, broadcast.digest, epoch, torch.tensor(counts, dtype=torch.int64), **_parted(tensors, "weights", "statistics", "sums"),
+            client, broadcast.digest, epoch, torch.tensor(counts, dtype=torch.int64), **parts,
             history=history if isinstance(history, list) else [], stopped=str(manifest.get("stopped", "")),
             encoding=broadcast.recipe.upload.encoding,
             roster=tuple(sorted(broadcast.roster)), context=broadcast.context if masked else "",

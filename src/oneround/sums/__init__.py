@@ -2,7 +2,7 @@
 
 from oneround.sums.features import EXPONENT, announce, constants_of, evened, exponent_of, features_of
 from oneround.sums.gather import gather, steps_of
-from oneround.sums.moments import Moments, expected, packed, unpacked
+from oneround.sums.moments import Moments, check_room, expected, packed, unpacked
 from oneround.sums.solve import Solution, solve
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Moments",
     "Solution",
     "announce",
+    "check_room",
     "constants_of",
     "evened",
     "expected",

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from oneround.data import Images
 from oneround.models.features import Features, in_parts
-from oneround.sums.moments import Moments, exact, mirror_
+from oneround.sums.moments import Moments, check_room, exact, mirror_
 
 ROWS = 512  # images whose features are held at a time
 COLUMNS = 1024  # of the Gram matrix are worked on at a time, so what a product needs stays small
@@ -39,6 +39,7 @@ def gather(
     """
     device = data.pixels.device
     where = exact(device)
+    check_room(features.size)
     sums = Moments.zero(features.size, classes, where)
     for done, labels in enumerate(data.labels.split(ROWS)):
         images = (data.pixels[done * ROWS : done * ROWS + ROWS].float() / 255 - mean) / std

@@ -7,11 +7,13 @@ diagonal and round it to 16 bits, or send only its leading directions and the re
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from oneround.errors import RecipeError
 from oneround.recipe import Federated
 from oneround.sections import Sums
 
@@ -20,6 +22,7 @@ TYPES = {"fp32": torch.float32, "int16": torch.int16, "fp16": torch.float16, "bf
 STEPS = 32767  # of an int16, from 0 to 1
 CHECK = "check"
 CHECKED = 8  # zeros that are masked along
+MATRICES = 3  # as large as Σφφᵀ, in float64: the sums, what is added to them or solved, and what that takes
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,21 @@ class Moments:
 def exact(device: torch.device) -> torch.device:
     """Where to add: on the device, unless it has no float64."""
     return torch.device("cpu") if device.type == "mps" else device
+
+
+def check_room(size: int) -> None:
+    """Refuse features whose sums this machine could not hold."""
+    try:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return  # a system that does not say
+    needed = MATRICES * torch.float64.itemsize * size**2
+    if needed > there:
+        fits = int((there / MATRICES / torch.float64.itemsize) ** 0.5) // 1000 * 1000
+        raise RecipeError(
+            f"sums.features.size = {size}: adding and solving take {needed / 1e9:.3g} GB of memory, this machine has "
+            f"{there / 1e9:.3g} GB; take {fits} or less"
+        )
 
 
 def expected(recipe: Federated, size: int, classes: int) -> Expected:

@@ -5,7 +5,7 @@ With Gᶜ = Σφφᵀ − ssᵀ/n and Mᶜ = Σφyᵀ − s·n_c/n,
     GCV(λ) = n·RSS(λ) / (n − df(λ))²,  df = 1 + tr(Gᶜ(Gᶜ + λI)⁻¹),  RSS = tr(YᶜᵀYᶜ) − 2tr(WᵀMᶜ) + tr(WᵀGᶜW)
 
 (Golub, Heath and Wahba, 1979); the trace is estimated with random signs (Hutchinson, 1989), which the Cholesky factor makes
-cheap. Nothing but sums enters, so the pooled answer comes out whoever held which image.
+cheap, and computed where n − df is so small that the estimate would not do. Nothing but sums enters, so the pooled answer comes out whoever held which image.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ STEP = 10**0.25  # from one λ to the next
 START = 1e-2  # times the mean of the diagonal
 STEPS = 32  # of a search at most, either way
 PROBES = 64  # random vectors; the trace is off by √(2·df/64) or less, 10 of 3,000
+CLOSE = 25  # times that: where n − df is no more, the trace is computed
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Solution:
     freedom: float
     """Effective degrees of freedom"""
     noise: float
-    """Mean variance of a score around its target"""
+    """Mean squared error of a score that is to be expected of a new image: GCV"""
 
 
 def solve(moments: Moments, penalty: float | None = None, copies: int = 1) -> Solution:
@@ -70,15 +71,23 @@ class _Problem:
         self.probed = self.gram @ self.probes
 
     def at(self, penalty: float) -> Solution:
-        found = self._try(penalty)
-        while found is None:  # sums rounded to 16 bits may need a larger λ than asked for
-            penalty *= STEP
-            found = self._try(penalty)
-        return found
+        """For this λ, or the next larger one that can be had: sums rounded to 16 bits may need more than asked for."""
+        for step in range(STEPS):
+            found = self._try(penalty * STEP**step)
+            if found is not None:
+                return found
+        raise RunError(
+            f"ridge: the sums are no second moments of any features, not even λ = {penalty * STEP**STEPS:.2g} helps; "
+            "leave out whoever sent something else (--without CLIENT)"
+        )
 
     def best(self) -> Solution:
-        """Downhill from the start in steps of λ, first one way, then the other."""
+        """Downhill in steps of λ, first one way, then the other; from where there is anything left to go by."""
         best = self.at(START)
+        for step in range(1, STEPS):
+            if self._error(best) < math.inf:
+                break
+            best = self.at(START * STEP**step)
         start = best.penalty
         for factor in (1 / STEP, STEP):
             for step in range(1, STEPS):
@@ -99,13 +108,20 @@ class _Problem:
         if int(failed):
             return None
         weights = torch.cholesky_solve(self.cross, factor)
-        freedom = 1 + float((self.probes * torch.cholesky_solve(self.probed, factor)).sum()) / PROBES
+        freedom = 1 + self._trace(factor, penalty * self.level)
         fit = float((weights * (self.gram @ weights)).sum()) - 2 * float((weights * self.cross).sum())
-        left = max(self.images - freedom, 1.0)
-        noise = max(self.spread + fit, 1e-12) / self.copies / left / weights.shape[1]
+        wrong = max(self.spread + fit, 1e-12) / self.copies / weights.shape[1]  # squared, over all images
+        noise = self.images * wrong / max(self.images - freedom, 1.0) ** 2
         return Solution(self.mean, weights, self.priors, penalty, freedom, noise)
 
+    def _trace(self, factor: Tensor, penalty: float) -> float:
+        """tr(Gᶜ(Gᶜ + λI)⁻¹), from the Cholesky factor of what is inverted."""
+        guess = float((self.probes * torch.cholesky_solve(self.probed, factor)).sum()) / PROBES
+        off = math.sqrt(2 * max(guess, 1.0) / PROBES)
+        if self.images - 1 - guess > CLOSE * off:
+            return guess
+        return len(factor) - penalty * float(torch.cholesky_inverse(factor).diagonal().sum())
+
     def _error(self, solution: Solution) -> float:
-        """GCV up to a constant: the noise is RSS/(n − df)."""
-        left = self.images - solution.freedom
-        return math.inf if left < 1 else solution.noise / left
+        """What λ is chosen by; where the fit uses up all images there is nothing to go by."""
+        return math.inf if self.images - solution.freedom < 1 else solution.noise
