@@ -152,6 +152,12 @@ class Plan:
             told.append(
                 f"{100 * noise.share:g} % of the labels of {noise.clients} client(s) are wrong on purpose (label_noise)"
             )
+        first, *others = acts.rules_of(self.recipe)
+        idle = [rule.label for rule in others if rule.between_rounds and self.recipe.rounds > 1]
+        if idle:
+            told.append(
+                f"{', '.join(idle)} is only scored: {first.label} comes first in fusion and goes out to the clients"
+            )
         if self.meets_every_epoch:
             told.append("clients learn of each other's prototypes every epoch: simulation only, not a one-round method")
         return told

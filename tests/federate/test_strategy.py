@@ -50,14 +50,25 @@ def test_the_example_fuses_and_its_adapter_learns(example: ModuleType) -> None:
     assert len(lines) < 40
 
 
-def test_a_fused_network_that_is_judged_worse_is_not_sent(example: ModuleType) -> None:
+@pytest.mark.parametrize(("fused", "sent"), [(0.49, True), (0.47, False)])
+def test_a_fused_network_may_be_worse_by_the_margin(example: ModuleType, fused: float, sent: bool) -> None:
+    judged = iter([fused, 0.5])
+    strategy, _ = federate(example, rounds=3, judge=lambda _: next(judged), accept_if=0.02)
+    assert strategy.trace[0]["accepted"] is sent
+
+
+def test_a_fused_network_that_is_judged_worse_is_not_sent(
+    example: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
     def judge(arrays: dict[str, torch.Tensor]) -> float:
         net = example.network(16)
         net.load_state_dict(arrays)
         return float((net.eval()(example.images[1500:]).argmax(1) == example.labels[1500:]).float().mean())
 
     strategy, arrays = federate(example, rounds=3, judge=judge, accept_if=-1.0)  # must be better by all there is
-    plain, averaged = federate(example, rounds=3, start_round=9)
+    with caplog.at_level("WARNING", logger="oneround"):
+        plain, averaged = federate(example, rounds=3, start_round=9)
+    assert "start_round = 9 of 3 rounds" in caplog.text and strategy.trace[0]["reason"].startswith("judged 0.")
     assert not strategy.trace[0]["accepted"] and plain.trace == []
     assert all(torch.allclose(arrays[name], value, atol=1e-6) for name, value in averaged.items())
 
@@ -69,12 +80,23 @@ def test_what_is_not_finite_is_not_sent(example: ModuleType, monkeypatch: pytest
     )
     strategy, arrays = federate(example, rounds=3)
     assert not any(told.get("accepted") for told in strategy.trace)
+    assert strategy.trace[0]["reason"].startswith("not finite") and "changed" not in strategy.trace[0]
     assert all(torch.isfinite(value).all() for value in arrays.values())
 
 
-def test_numbers_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="every = 0"):
-        MergeNet({}, [("a", "b")], every=0)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": 0}, "every = 0"),
+        ({"start_round": 1.5}, "start_round = 1.5"),
+        ({"pairs": ["0.weight"]}, "pairs: '0.weight' must be"),
+        ({"accept_if": 0.5}, "accept_if = 0.5: nobody judges"),
+        ({"accept_if": float("nan"), "judge": lambda _: 1.0}, "accept_if = nan: must be a number"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MergeNet({}, **{"pairs": [("a", "b")], **options})
 
 
 def test_a_pair_that_is_not_there_is_named_before_anybody_trains(example: ModuleType) -> None:

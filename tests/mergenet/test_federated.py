@@ -19,7 +19,7 @@ from oneround.data import Dataset
 from oneround.errors import ProtocolError, RecipeError, RunError
 from oneround.federate.server import Pace, serve
 from oneround.folder import RunFolder
-from oneround.fusion import rules
+from oneround.fusion import merged, rules
 from oneround.learning.step import Stepper
 from oneround.mergenet import Merger
 from oneround.models.encoders import encoders
@@ -28,6 +28,7 @@ from oneround.observe.log import MetricsLog
 from oneround.protocol import Broadcast, GlobalModel, blob
 from oneround.recipe import Recipe
 from oneround.report import report
+from oneround.runs import Result
 from oneround.simulate import run
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "federate"))
@@ -52,6 +53,14 @@ def federated(kind: str = "mergenet", rounds: int = 4, more: dict[str, Any] | No
 
 def fusions(folder: Path) -> list[dict[str, Any]]:
     return [event for event in MetricsLog(folder / "metrics.jsonl") if event["event"] == "fusion"]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return GlobalModel.load(folder / "model").inference.state_dict()
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], value) for name, value in other.items())
 
 
 def contents(folder: Path) -> list[str]:
@@ -154,8 +163,7 @@ def test_what_is_not_finite_is_never_sent(digits: Dataset, tmp_path: Path, monke
         "not finite; is adapter.learning_rate = 0.001 too large?"
     )
     assert "NaN" not in (tmp_path / "broken" / "metrics.jsonl").read_text()
-    ours, theirs = (GlobalModel.load(tmp_path / name / "model").inference.state_dict() for name in ("broken", "plain"))
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    assert same(*(weights_of(tmp_path / name) for name in ("broken", "plain")))
 
 
 def test_a_fused_network_that_is_worse_by_too_much_is_not_sent(
@@ -171,6 +179,20 @@ def test_a_fused_network_that_is_worse_by_too_much_is_not_sent(
     assert careful["fused_validation"] < careful["average_validation"] - 0.02
     assert not careful["accepted"] and bold["accepted"]
     assert "the fused network is not sent" in (tmp_path / "careful" / "run.log").read_text()
+    run(federated("average", rounds=3), tmp_path / "plain", data=digits)
+    models = [weights_of(tmp_path / name) for name in ("careful", "plain", "bold")]
+    assert same(models[0], models[1]) and not same(models[0], models[2])
+
+
+@pytest.mark.parametrize(("fused", "sent"), [(0.49, True), (0.47, False), (0.6, True)])
+def test_a_fused_network_is_sent_unless_it_is_worse_by_more_than_the_margin(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused: float, sent: bool
+) -> None:
+    judged = iter([fused, 0.5])
+    monkeypatch.setattr(merged, "accuracy", lambda *_: next(judged))
+    run(federated(rounds=3, more={"accept_if": 0.02}), tmp_path, data=digits)
+    event = next(event for event in fusions(tmp_path) if event["round"] == 2)
+    assert event["accepted"] is sent and ("reason" not in event) is sent
 
 
 def test_the_average_can_be_taught_by_the_same_teacher(digits: Dataset, tmp_path: Path) -> None:
@@ -199,15 +221,24 @@ def test_a_teacher_from_a_file(digits: Dataset, tmp_path: Path) -> None:
     assert torch.equal(kept["prototypes"], given.weights()["prototypes"])
 
 
-def test_a_teacher_without_its_classifier_is_refused(digits: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("keep", "text"),
+    [
+        (None, "tensor prototypes is missing"),
+        (torch.int32, r"prototypes is torch.int32, this encoder has torch.float32"),
+    ],
+)
+def test_a_teacher_without_its_classifier_is_refused(
+    digits: Dataset, tmp_path: Path, keep: torch.dtype | None, text: str
+) -> None:
     import safetensors.torch
 
     given = initialise(encoders.parse(TEACHER["encoder"]), 1, 10, seed=9, head="linear").weights()
-    del given["prototypes"]
-    safetensors.torch.save_file(given, tmp_path / "headless.safetensors")
+    head = given.pop("prototypes")
+    safetensors.torch.save_file(given | ({"prototypes": head.to(keep)} if keep else {}), tmp_path / "bad.safetensors")
     more = {"teacher": {**TEACHER, "from_file": True}, "start_round": 1}
-    here = {"local__teacher_weights": str(tmp_path / "headless.safetensors")}
-    with pytest.raises(ProtocolError, match="tensor prototypes is missing"):
+    here = {"local__teacher_weights": str(tmp_path / "bad.safetensors")}
+    with pytest.raises(ProtocolError, match=text):
         run(federated(rounds=2, more=more, **here), tmp_path / "run", data=digits)
     assert nothing_trained(tmp_path / "run")
 
@@ -220,6 +251,10 @@ def test_rules_with_other_options_keep_apart(digits: Dataset, tmp_path: Path) ->
     run(federated(rounds=3, fusion=[one, two, other, "average"]), tmp_path / "beside", data=digits)
     alone, beside = (GlobalModel.load(tmp_path / name / "model").inference.state_dict() for name in ("alone", "beside"))
     assert all(torch.equal(beside[name], value) for name, value in alone.items())
+    told = [event for event in fusions(tmp_path / "beside") if event["round"] == 2 and "accepted" in event]
+    assert [event["accepted"] for event in told] == [True, False]
+    assert told[1]["reason"].startswith("only scored: mergenet teacher.encoder=cnn")
+    assert "is only scored: mergenet teacher.encoder=cnn" in Result.read(tmp_path / "beside").remarks[0]
 
 
 def test_a_lost_adapter_is_told_and_not_made_up(digits: Dataset, tmp_path: Path) -> None:
@@ -236,13 +271,15 @@ def test_a_lost_adapter_is_told_and_not_made_up(digits: Dataset, tmp_path: Path)
     assert contents(tmp_path / "lost") == contents(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(("rounds", "fused"), [(5, [3]), (6, [3, 5])])  # nothing is fused after the last round
 def test_a_teacher_that_learns_on_has_a_lesson_before_every_fusion_and_no_other(
-    digits: Dataset, tmp_path: Path
+    digits: Dataset, tmp_path: Path, rounds: int, fused: list[int]
 ) -> None:
     more = {"teacher": {**TEACHER, "learns_on": True}, "start_round": 3, "every": 2}
-    run(federated(rounds=6, more=more), tmp_path, data=digits)
+    run(federated(rounds=rounds, more=more), tmp_path, data=digits)
     lessons = [line for line in (tmp_path / "run.log").read_text().splitlines() if "teacher/" in line]
-    assert ["teacher/1" in lessons[0], "teacher/2" in lessons[1], len(lessons)] == [True, True, 2]
+    assert all(f"teacher/{number + 1}" in line for number, line in enumerate(lessons)) and len(lessons) == len(fused)
+    assert [event["round"] for event in fusions(tmp_path) if "accepted" in event] == fused
 
 
 def test_what_acts_between_rounds_is_not_fused_afterwards(digits: Dataset, tmp_path: Path) -> None:
@@ -262,6 +299,7 @@ def test_what_acts_between_rounds_is_not_fused_afterwards(digits: Dataset, tmp_p
         ({"public": 0.0, "validation": 0.0}, "mergenet needs public images"),
         ({"more": {"accept_if": 0.1}, "validation": 0.0}, "mergenet chooses on images the server holds back"),
         ({"more": {"accept_if": -0.1}}, "accept_if"),
+        ({"more": {"adapter": {"learning_rate": 1e7}}}, "learning_rate"),
         ({"more": {"accept_if": 2.0}}, r"accept_if = 2.0: must be ≤ 1"),
         ({"more": {"adapter": {"heads": 0}}}, "heads"),
         (
@@ -368,14 +406,28 @@ def test_on_one_machine_student_and_teacher_learn_side_by_side(digits: Dataset, 
     run(recipe, tmp_path / "whole", data=digits)
     epochs = [event for event in MetricsLog(tmp_path / "whole" / "metrics.jsonl") if event["event"] == "epoch"]
     assert all(event["adapter_adapter_moved"] > 0 and event["adapter_by_teacher"] > 0 for event in epochs)
+    never = small_recipe("mergenet-single", **{**usual, "companion": {**companion, "every": 10**6}}, training__epochs=3)
     alone = small_recipe("mergenet-single", **{**usual, "companion": None}, training__epochs=3)
-    run(alone, tmp_path / "alone", data=digits)
-    assert contents(tmp_path / "alone") != contents(tmp_path / "whole")
+    for name, each in (("never", never), ("alone", alone)):
+        run(each, tmp_path / name, data=digits)
+    whole, unfused, plain = (weights_of(tmp_path / name) for name in ("whole", "never", "alone"))
+    assert same(unfused, plain) and not same(whole, plain)
     assert run_in_parts(recipe, tmp_path / "parts", digits) >= 2
-    same = [
-        [upload.weights["prototypes"] for upload in RunFolder(tmp_path / name).uploads()] for name in ("whole", "parts")
-    ]
-    assert torch.equal(same[0][0], same[1][0])
+    assert same(weights_of(tmp_path / "parts"), whole)
+
+
+def test_on_one_machine_what_is_not_finite_is_left_out_and_said_once(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Merger._outputs
+    monkeypatch.setattr(Merger, "_outputs", lambda *given: {name: value * torch.nan for name, value in plain(*given).items()})  # fmt: skip
+    companion = {"kind": "mergenet", "teacher": {"encoder": TEACHER["encoder"]}, "adapter": ADAPTER, "every": 5}
+    usual = {"public": 0.3, "validation": 0.2, "training__epochs": 2, **SHORT}
+    run(small_recipe("mergenet-single", **usual, companion=companion), tmp_path / "broken", data=digits)
+    run(small_recipe("mergenet-single", **usual, companion=None), tmp_path / "alone", data=digits)
+    assert same(*(weights_of(tmp_path / name) for name in ("broken", "alone")))
+    assert "NaN" not in (tmp_path / "broken" / "metrics.jsonl").read_text()
+    assert (tmp_path / "broken" / "run.log").read_text().count("is not finite, the student goes on without it") == 1
 
 
 @pytest.mark.parametrize(

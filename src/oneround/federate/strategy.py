@@ -6,6 +6,7 @@ After the average, before the broadcast: some arrays of the average look at arra
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,10 +45,17 @@ class MergeNet(FedAvg):
     ) -> None:
         """`options` are FedAvg's."""
         super().__init__(**options)
-        if start_round < 1 or every < 1 or not pairs:
+        if int(start_round) != start_round or int(every) != every or start_round < 1 or every < 1 or not pairs:
             raise ValueError(
-                f"start_round = {start_round}, every = {every}, {len(pairs)} pairs: each must be at least 1"
+                f"start_round = {start_round}, every = {every}, {len(pairs)} pairs: each must be a whole number, at least 1"
             )
+        odd = next((pair for pair in pairs if isinstance(pair, str) or len(pair) != 2), None)
+        if odd is not None:
+            raise ValueError(f"pairs: {odd!r} must be (student's array, teacher's array)")
+        if judge is None and accept_if:
+            raise ValueError(f"accept_if = {accept_if}: nobody judges; give judge too, or leave accept_if out")
+        if not math.isfinite(accept_if):
+            raise ValueError(f"accept_if = {accept_if}: must be a number, in what judge gives (0.02: two points)")
         self.teacher, self.pairs = dict(teacher), [Pair(student=mine, teacher=theirs) for mine, theirs in pairs]
         self.start_round, self.every, self.judge, self.accept_if = start_round, every, judge, accept_if
         self.adapter, self.seed, self.device = adapter or Adapter(), seed, torch.device(device)
@@ -59,6 +67,12 @@ class MergeNet(FedAvg):
     def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *more: Any, **options: Any) -> Result:
         """As FedAvg's."""
         check_pairs(self.pairs, initial_arrays.to_torch_state_dict(), self.teacher)
+        if self.start_round >= num_rounds:
+            log.warning(
+                "mergenet: start_round = %d of %d rounds, and after the last nothing is fused: this is plain averaging",
+                self.start_round,
+                num_rounds,
+            )
         self.last_round = num_rounds
         return super().start(grid, initial_arrays, num_rounds, *more, **options)
 
@@ -76,16 +90,18 @@ class MergeNet(FedAvg):
             self.trace.append(told)
             return arrays, metrics  # after the last round nobody trains any more: the result is the average
         fused = {name: value.to(averaged[name].dtype).cpu() for name, value in self.merger.fuse(averaged, self.teacher).items()}  # fmt: skip
-        told |= self.merger.effect()
+        told |= {name: value for name, value in self.merger.effect().items() if math.isfinite(value)}
         told["accepted"] = self._accepts(fused, averaged, told)
         self.trace.append(told)
-        log.info("mergenet: %s", told)
+        log.log(logging.INFO if told["accepted"] else logging.WARNING, "mergenet: %s", told)
         return ArrayRecord(fused) if told["accepted"] else arrays, metrics
 
     def _accepts(self, fused: dict[str, Tensor], averaged: dict[str, Tensor], told: dict[str, Any]) -> bool:
+        """Whether the fused network is sent; if not, `told` has the reason."""
         if not all(bool(torch.isfinite(value).all()) for value in fused.values() if value.is_floating_point()):
-            return False
-        if self.judge is None:
-            return True
-        told["fused"], told["average"] = self.judge(fused), self.judge(averaged)
-        return bool(told["fused"] >= told["average"] - self.accept_if)
+            told["reason"] = f"not finite; is adapter.learning_rate = {self.adapter.learning_rate:g} too large?"
+        elif self.judge is not None:
+            told["fused"], told["average"] = self.judge(fused), self.judge(averaged)
+            if not told["fused"] >= told["average"] - self.accept_if:
+                told["reason"] = f"judged {told['fused']:.4g}, the average {told['average']:.4g}"
+        return "reason" not in told

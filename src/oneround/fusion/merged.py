@@ -70,16 +70,17 @@ class MergeNet(Average):
         if not self.every:
             return single(averaged, broadcast, server)
         told: dict[str, Any] = {"round": number}
-        fusions = 0 if number < self.start_round else 1 + (number - self.start_round) // self.every
-        due = fusions > 0 and (number - self.start_round) % self.every == 0 and number < broadcast.recipe.rounds
+        last = broadcast.recipe.rounds
+        due = self.start_round <= number < last and (number - self.start_round) % self.every == 0
         if number < self.start_round or (number == self.start_round and not due):
             return single(averaged, broadcast, server, told)
+        fusions = 1 + (min(number, last - 1) - self.start_round) // self.every  # up to here
         key = self.key(broadcast.recipe, "teacher.batch_size")
         teacher = teacher_of(self.teacher, broadcast, server, fusions, key)
         merger = self._merger(averaged, teacher, broadcast, server)
         if number > self.start_round:
             merger.load(_read_state(self._state(server, number - 1), broadcast))
-        seen = merger.learn(averaged, number / broadcast.recipe.rounds)
+        seen = merger.learn(averaged, number / last)
         fused = merger.fuse(averaged, teacher) if due else {}
         seen |= merger.effect()
         told |= {name: value for name, value in seen.items() if math.isfinite(value)}
@@ -87,6 +88,8 @@ class MergeNet(Average):
         if due:
             fused = {name: on_cpu(value) for name, value in fused.items()}
             sent = fused if self._accepts(fused, averaged, broadcast, server, told) else averaged
+            if (first := broadcast.recipe.fusion[0]) != self:
+                told |= {"accepted": False, "reason": f"only scored: {first.label} comes first in fusion and goes out"}
         blob.write_durably(
             self._state(server, number), blob.pack("adapter", merger.state(), {"recipe_digest": broadcast.digest})
         )

@@ -6,9 +6,10 @@ columns of W_b answer, which makes four cross-attentions; their mean goes throug
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
@@ -30,7 +31,7 @@ class Adapter(Strict):
     rescale: bool = True
     """Give every row the norm it had: the last layer norm makes rows of norm √columns, which batch norm hides but which slows
     learning. False: as published."""
-    learning_rate: NotNegative = 0.001
+    learning_rate: Annotated[NotNegative, Field(le=1e6)] = 0.001
     schedule: Literal["constant", "cosine"] = "constant"
     """Of the learning rate, over all fusions."""
     weight_decay: NotNegative = 0.01

@@ -23,6 +23,7 @@ from oneround.seeds import derive
 
 Weights = Mapping[str, Tensor]
 TINY = 1e-12
+SHOWN = 8  # names of matrices in a message
 
 
 class Pair(Strict):
@@ -177,7 +178,10 @@ def check_pairs(pairs: list[Pair], student: Weights, teacher: Weights) -> None:
         for name, whose, what in ((pair.student, student, "student"), (pair.teacher, teacher, "teacher")):
             matrices = [each for each, value in whose.items() if value.dim() > 1]
             if name not in matrices:
-                raise RecipeError(f"pairs: the {what} has no matrix {name}; it has {', '.join(matrices[-8:])} …")
+                some = "… " if len(matrices) > SHOWN else ""
+                raise RecipeError(
+                    f"pairs: the {what} has no matrix {name}; it has {some}{', '.join(matrices[-SHOWN:])}"
+                )
     names = [pair.student for pair in pairs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -48,7 +49,7 @@ class Together:
     """The teacher, its optimiser, and the adapter beside one student."""
 
     def __init__(self, options: Beside, broadcast: Broadcast, site: Site) -> None:
-        self.options, self.device, self.steps = options, site.device, 0
+        self.options, self.device, self.steps, self.name, self.warned = options, site.device, 0, site.name, False
         assert site.data is not None
         steps = broadcast.recipe.training.epochs * steps_per_epoch(len(site.data), broadcast.recipe.training)
         if options.every >= steps:
@@ -91,6 +92,13 @@ class Together:
             for pair in self.merger.pairs:
                 if bool(torch.isfinite(fused[pair.student]).all()):
                     student[pair.student].copy_(fused[pair.student])
+                elif not self.warned:
+                    self.warned = True
+                    rate = self.options.adapter.learning_rate
+                    log.warning(
+                        "%s: step %d: what fusing made of %s is not finite, the student goes on without it; is "
+                        "companion.adapter.learning_rate = %g too large?", self.name, self.steps, pair.student, rate,
+                    )  # fmt: skip
 
     def largest_batch(self) -> int:
         return self.teacher.largest_batch()
@@ -102,7 +110,7 @@ class Together:
         told |= {f"adapter_{key}": value for key, value in self.merger.effect().items()}
         self.seen = []
         self.teacher.now.sums.zero_()
-        return told
+        return {key: value for key, value in told.items() if math.isfinite(value)}
 
     def state(self) -> dict[str, Tensor]:
         told = {f"merger.{name}": value for name, value in self.merger.state().items()}

@@ -34,6 +34,10 @@ def start_from(path: Path, net: PrototypeNet, key: str, *, whole: bool = False) 
             raise ProtocolError(
                 f"local.{key} = {path}: {name} is {tuple(given[name].shape)}, this encoder has {tuple(wanted[name].shape)}"
             )
+        if given[name].is_floating_point() != wanted[name].is_floating_point():
+            raise ProtocolError(
+                f"local.{key} = {path}: {name} is {given[name].dtype}, this encoder has {wanted[name].dtype}; save it as it was trained"
+            )
         if given[name].is_floating_point() and not torch.isfinite(given[name]).all():
             raise ProtocolError(f"local.{key} = {path}: {name} holds values that are not finite")
     net.load_state_dict(given, strict=False)

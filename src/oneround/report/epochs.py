@@ -42,7 +42,7 @@ def rounds(record: Record) -> Html:
     return charts(drawn)
 
 
-SENT = {None: "the average", True: "fused", False: "the average instead"}
+SENT = {None: "the average", True: "fused", False: "not the fused one"}
 BETWEEN: list[tuple[str, dict[str, str], str]] = [
     ("on validation images", {"fused_validation": "fused", "average_validation": "the average"}, "accuracy, %"),
     ("its adapter's error", {"error": "from what it made to where training went"}, "relative distance"),
