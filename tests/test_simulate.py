@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ import torch
 
 from conftest import labelled, small_recipe
 from oneround import simulate
-from oneround.crew import crew_size
+from oneround.crew import Listener, crew_size
 from oneround.data import Dataset, dataset_from_arrays
 from oneround.diagnose import diagnose
 from oneround.errors import OutOfTime, RecipeError, RunError
@@ -277,7 +280,7 @@ def test_interrupted_it_says_how_to_go_on(tmp_path: Path) -> None:
         time.sleep(0.02)
     workers = [*children(process.pid), *workers_of(process.pid)]
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "--resume" in output and "Traceback" not in output
     time.sleep(0.5)
@@ -291,7 +294,7 @@ def test_interrupted_while_workers_load_it_ends_quietly(tmp_path: Path) -> None:
         time.sleep(0.01)
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 130 and "Traceback" not in output, output
     assert output.strip().splitlines()[-1].startswith("error: interrupted; ")
 
@@ -301,12 +304,38 @@ def test_a_worker_that_dies_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
     while not (tmp_path / "run" / "clients").exists():
         time.sleep(0.02)
     os.kill(workers_of(process.pid)[0], signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 1
     assert "a training process died" in output and "--resume" in output and "Traceback" not in output
     again = start(tmp_path / "run", "--epochs", "4", "--resume")
     output, _ = again.communicate(timeout=240)
     assert again.returncode == 0, output
+
+
+def speak(events: Any, torn: bool) -> None:
+    """In a process of its own: say three things, and perhaps die in the middle of the next."""
+    for number in range(3):
+        events.put({"event": "steps", "done": number})
+    if torn:
+        events._wlock.acquire()
+        os.write(events._writer.fileno(), b"\0\0\1\0 half a message")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_worker_that_dies_while_it_speaks_holds_nobody_up(torn: bool) -> None:
+    """What it leaves behind is a locked queue and half a message."""
+    heard: list[dict[str, Any]] = []
+    processes = multiprocessing.get_context("fork")
+    listener = Listener(processes, heard.append)
+    worker = processes.Process(target=speak, args=(listener.events, torn))
+    worker.start()
+    worker.join()
+    ending = threading.Thread(target=listener.close, daemon=True)
+    ending.start()
+    ending.join(timeout=60)
+    assert not ending.is_alive() and not listener._thread.is_alive()
+    assert [event["done"] for event in heard] == [0, 1, 2]
 
 
 def test_a_failing_client_names_itself(digits: Dataset, tmp_path: Path) -> None:
@@ -490,6 +519,7 @@ def test_a_run_in_which_nobody_has_data_is_refused_before_it_begins(tmp_path: Pa
 MEASURE = """
 import resource, sys
 from pathlib import Path
+from typing import Any
 from oneround.data import load_dataset
 from oneround.reading import load
 from oneround.simulate import run

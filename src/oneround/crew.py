@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import BaseContext, ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +69,15 @@ class Crew:
     def __init__(self, data: Images, size: int, emit: Emit = silent, deadline: float | None = None) -> None:
         self.data, self.size, self.emit, self.deadline = data, size, emit, deadline
         self._pool: ProcessPoolExecutor | None = None
-        self._listener: threading.Thread | None = None
+        self._listener: Listener | None = None
 
     def __enter__(self) -> Crew:
         if self.size > 1:
             processes = load_workers()
-            self._events = processes.SimpleQueue()
+            self._listener = Listener(processes, self.emit)
             shared = Images(self.data.pixels.share_memory_(), self.data.labels.share_memory_())
-            self._pool = ProcessPoolExecutor(self.size, processes, initializer=_begin, initargs=(shared, self._events))
-            self._listener = threading.Thread(target=listen, args=(self._events, self.emit), daemon=True)
-            self._listener.start()
+            begin_with = (shared, self._listener.events)
+            self._pool = ProcessPoolExecutor(self.size, processes, initializer=_begin, initargs=begin_with)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -89,9 +88,8 @@ class Crew:
                 if kind is KeyboardInterrupt:
                     _stop_loading()
             self._pool.shutdown(wait=True, cancel_futures=True)
-            self._events.put(None)
             assert self._listener is not None
-            self._listener.join(timeout=5)
+            self._listener.close()
 
     @property
     def out_of_time(self) -> bool:
@@ -146,10 +144,30 @@ def _stop_loading() -> None:
             os.kill(begun, signal.SIGKILL)
 
 
-def listen(events: Any, emit: Emit) -> None:
-    """Pass on what workers put into a queue, until None comes."""
-    while (event := events.get()) is not None:
-        emit(event)
+class Listener:
+    """Passes on what worker processes put into `events`.
+
+    A worker that is killed while it writes leaves the queue locked for ever and a message torn, so the end is not a message: it
+    is that nobody can write any more.
+    """
+
+    def __init__(self, processes: BaseContext, emit: Emit) -> None:
+        self.events = processes.SimpleQueue()
+        self._thread = threading.Thread(target=self._listen, args=(emit,), daemon=True)
+        self._thread.start()
+
+    def _listen(self, emit: Emit) -> None:
+        while True:
+            try:
+                event = self.events.get()
+            except (EOFError, OSError):
+                return
+            emit(event)
+
+    def close(self) -> None:
+        """Once all workers are gone: hear what they said last, and end."""
+        self.events._writer.close()  # type: ignore[attr-defined]
+        self._thread.join(timeout=5)
 
 
 @contextmanager

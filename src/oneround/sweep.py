@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -25,7 +24,7 @@ import torch
 from pydantic import Field, field_validator
 
 from oneround.acts import settle
-from oneround.crew import begin_worker, forked_from, hidden_main, listen
+from oneround.crew import Listener, begin_worker, forked_from, hidden_main
 from oneround.data import Dataset, load_dataset
 from oneround.errors import OneroundError, OutOfTime, RecipeError, RunError
 from oneround.finished import flat
@@ -240,12 +239,10 @@ def _here(workers: int | None, waiting: Sequence[Cell], emit: Emit) -> Iterator[
     gpus = torch.cuda.device_count() if any(cell.recipe.local.device == "auto" for cell in waiting) else 0
     width = max(1, min(workers or gpus or os.cpu_count() or 1, len(waiting)))
     processes = forked_from(__name__)
-    events, devices = processes.SimpleQueue(), processes.SimpleQueue()
+    listener, devices = Listener(processes, emit), processes.SimpleQueue()
     for number in range(width):
         devices.put(f"cuda:{number % gpus}" if gpus else None)
-    listener = threading.Thread(target=listen, args=(events, emit), daemon=True)
-    listener.start()
-    pool = ProcessPoolExecutor(width, processes, initializer=_begin, initargs=(events, devices))
+    pool = ProcessPoolExecutor(width, processes, initializer=_begin, initargs=(listener.events, devices))
     try:
         with hidden_main():
             yield lambda cell, folder, deadline: pool.submit(_work_here, cell, folder, deadline), width
@@ -255,8 +252,7 @@ def _here(workers: int | None, waiting: Sequence[Cell], emit: Emit) -> Iterator[
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        events.put(None)
-        listener.join(timeout=5)
+        listener.close()
 
 
 _device: str | None = None
