@@ -174,7 +174,11 @@ def test_what_is_revealed_is_said() -> None:
     assert masked.reveals == ["that it took part; its sums and class counts only within the total over all clients"]
     assert any("exchange of public keys before the broadcast" in need for need in masked.needs)
     assert masked.traffic.up == 8 * (6400 * 6401 // 2 + 6400 * 11 + 10 + 8)
-    assert "not offered beside networks" in "\n".join(describe("routed", "resnet18", 10, 5000).lines())
+    sums_say = "second moments of fixed features of its images, features summed by class"
+    assert method.reveals == ["class counts", sums_say]  # nothing is trained, so nothing was measured
+    routed = describe("routed", "resnet18", 10, 5000)
+    assert "not offered beside networks" in "\n".join(routed.lines())
+    assert routed.reveals.count(sums_say) == 1 and len(set(routed.reveals)) == len(routed.reveals) == 4
 
 
 @pytest.mark.parametrize(

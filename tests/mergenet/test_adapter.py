@@ -119,15 +119,15 @@ def test_it_tells_how_far_it_changed_the_student_and_how_far_the_teacher_did(ran
     assert one.effect()["by_teacher"] == 0 < told["by_teacher"]
 
 
-@pytest.mark.parametrize(("size", "most"), [(0.02, 0.03), (0.1, 0.15)])
-def test_before_it_has_learned_hardly_any_of_the_change_is_the_teachers(size: float, most: float) -> None:
+@pytest.mark.parametrize(("size", "share"), [(0.02, 0.018), (0.1, 0.09)])
+def test_before_it_has_learned_hardly_any_of_the_change_is_the_teachers(size: float, share: float) -> None:
     """The published pair's sizes, at the scale of trained weights and at five times it; docs/mergenet.md quotes it."""
     random = torch.Generator().manual_seed(1)
     student, teacher = 0.02 * torch.randn(160, 960, generator=random), size * torch.randn(10, 2048, generator=random)
     one = Merger([Pair(student="w", teacher="t")], Adapter(), {"w": student}, {"t": teacher}, seed=1, device=CPU)
     one.fuse({"w": student}, {"t": teacher})
     told = one.effect()
-    assert 0.3 < told["changed"] < 0.5 and 0.01 < told["by_teacher"] < most
+    assert told["changed"] == pytest.approx(0.41, abs=0.01) and told["by_teacher"] == pytest.approx(share, rel=0.05)
 
 
 def test_its_weights_move_at_every_lesson_and_stay_with_a_rate_of_zero(random: torch.Generator) -> None:

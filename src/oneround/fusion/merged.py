@@ -81,12 +81,11 @@ class MergeNet(Average):
         if number > self.start_round:
             merger.load(_read_state(self._state(server, number - 1), broadcast))
         seen = merger.learn(averaged, number / last)
-        fused = merger.fuse(averaged, teacher) if due else {}
+        fused = {name: on_cpu(value) for name, value in merger.fuse(averaged, teacher).items()} if due else {}
         seen |= merger.effect()
         told |= {name: value for name, value in seen.items() if math.isfinite(value)}
         sent = averaged
         if due:
-            fused = {name: on_cpu(value) for name, value in fused.items()}
             sent = fused if self._accepts(fused, averaged, broadcast, server, told) else averaged
             if (first := broadcast.recipe.fusion[0]) != self:
                 told |= {"accepted": False, "reason": f"only scored: {first.label} comes first in fusion and goes out"}
