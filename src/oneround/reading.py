@@ -312,7 +312,11 @@ def _explain(item: dict[str, Any], what: str) -> str:
         size = context.get("min_length", context.get("max_length"))
         rule = f"must have {'at least' if kind == 'too_short' else 'at most'} {size} entries"
     elif kind == "string_pattern_mismatch":
-        rule = "must be auto, cpu, mps, cuda or cuda:N"
+        device, name = (
+            "must be auto, cpu, mps, cuda or cuda:N",
+            "must be at most 64 letters, digits, _ . or -, a letter or digit first",
+        )
+        rule = device if where.endswith("device") else name
     else:
         rule = _PLAIN.get(kind, message)
     shown = "" if kind == "missing" or isinstance(value, dict) else f" = {_short(value)}"

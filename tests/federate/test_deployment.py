@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -183,6 +184,8 @@ def test_commands_keys_and_the_same_uploads_as_a_simulation(
     wait_for(lambda: "waiting for 2 of 2" in log_of(out))
     plain = ["--insecure", "--server", f"localhost:{port}", "--name", "a", "--set", "share=0"]
     assert "it is encrypted and asks for keys; give --keys" in bad("federate", "client", *plain, cwd=tmp_path)
+    odd = [word if word != "a" else "a[b]" for word in plain]
+    assert 'name = "a[b]": must be at most 64 letters' in bad("federate", "client", *odd, cwd=tmp_path)
     mallory, refused = client("client_000", 0, impostor), client("client_009", 0, stranger)
     clients = [client(names[0], 0, keys)]
     wait_for(lambda: "key is registered for mallory" in log_of(out), lambda: log_of(out))
@@ -194,7 +197,10 @@ def test_commands_keys_and_the_same_uploads_as_a_simulation(
     for process in clients:
         told, wrong = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, wrong
-        assert "counted" in told and "done" in told
+        assert re.search(r"the server says: client_00\d: upload of .* counted \(\d of 2\)", " ".join(told.split())), (
+            told
+        )
+        assert "done" in told.splitlines()[-1]
     told, wrong = server.communicate(timeout=PATIENCE)
     assert server.returncode == 0, wrong
     assert "encrypted, for the keys of client_000, client_001, mallory" in " ".join(told.split())

@@ -104,7 +104,7 @@ def client(
     )
     admission = Admission(known.ca, known.private(described.name)) if known else None
     be_client(described, server, admission, _say)
-    out.print(f"{described.name}: done; the server has counted its upload", highlight=False)
+    out.print(f"{described.name}: done", highlight=False)
 
 
 @federate.command()

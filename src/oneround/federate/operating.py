@@ -86,9 +86,12 @@ def be_client(site: SiteFile, server: str, admission: Admission | None, say: Say
                     raise RunError(line.removeprefix("ERROR "))
                 say(line)
             for path, _ in _verdicts(site.folder) - before:
-                if json.loads(path.read_text())["counted"] == "yes":
-                    return
-                raise RunError(json.loads(path.read_text())["text"])
+                verdict = json.loads(path.read_text())
+                if verdict["counted"] != "yes":
+                    raise RunError(verdict["text"])
+                for line in log.lines():  # what the server said of it was logged first
+                    say(line)
+                return
             if own.ended:
                 _again(own, site, time.monotonic() - began, say)
             if heard and time.monotonic() - heard > SILENCE:
