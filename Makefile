@@ -1,6 +1,8 @@
-# make demo   set up (first time only) and run the demonstration
-# make test   set up and run the tests
-# make check  set up and run linter, formatter, type checker and import contract
+# make demo     set up (first time only) and run the demonstration
+# make check    set up and run linter, formatter, type checker and import contract
+# make quick    set up and run the tests that start no processes and train next to nothing
+# make test     set up and run the tests; those in a browser only where chromium and chromedriver are installed
+# make release  the tests, and those that take long: many kills
 #
 # The environment is .venv, pinned by constraints.txt. A CPU-only PyTorch, where the default would bring CUDA along:
 #   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -11,18 +13,25 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt $(PIP_ARGS) --editable
 READY := .venv/.ready
 READY_DEV := .venv/.ready-dev
-# The report is tested in a real browser. Where none is and none can be installed, those tests are left out, and it is said.
 HAS_BROWSER := { command -v chromium && command -v chromedriver; } >/dev/null
-GET_BROWSER := { [ "$$(id -u)" = 0 ] && apt-get install --quiet --yes --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1
+PYTEST := $(BIN)/python -m pytest
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test check format clean
+.PHONY: demo quick test release check format clean
 
 demo: $(READY)
 	$(BIN)/oneround demo
 
+quick: $(READY_DEV)
+	$(PYTEST) $(PARALLEL) -m "not processes and not browser and not slow and not release"
+
 test: $(READY_DEV)
-	@$(HAS_BROWSER) || $(GET_BROWSER) || echo "no chromium and chromedriver here: the tests of the report in a browser are left out"
-	@$(HAS_BROWSER) || export PYTEST_ADDOPTS="-m 'not browser'"; $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@if $(HAS_BROWSER); then $(PYTEST) $(PARALLEL) -m "not release"; else \
+	  echo "no chromium and chromedriver here: the tests of the report in a browser are left out (README, Development)"; \
+	  $(PYTEST) $(PARALLEL) -m "not release and not browser"; fi
+
+release: test
+	$(PYTEST) -m release
 
 check: $(READY_DEV)
 	$(BIN)/ruff check .

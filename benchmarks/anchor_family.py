@@ -19,9 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from oneround.finished import find_runs, keep, keys_of
-from oneround.reading import load, parse_override
-from oneround.recipe import Recipe
+from oneround.config.load import load, parse_override
+from oneround.config.recipe import Recipe
+from oneround.runs.archive import find_runs, keep
+from oneround.runs.record import keys_of
 
 PAIRED: dict[str, tuple[str, dict[str, Any]]] = {
     "fafi (v4)": ("fafi", {}),
@@ -67,8 +68,8 @@ def recipe_of(cell: Cell, overrides: list[tuple[str, Any]]) -> Recipe:
 
 def identity(keys: Mapping[str, Any]) -> str:
     """What makes two runs the same cell: everything asked for, save what follows from the data or is only looked at."""
-    aside = ("model.", "training.augment.flip", "trace.", "rails.", "validation", "evaluation.")
-    return json.dumps({key: value for key, value in sorted(keys.items()) if not key.startswith(aside)})
+    ignored = ("model.", "training.augment.flip", "trace.", "safeguards.", "validation", "evaluation.")
+    return json.dumps({key: value for key, value in sorted(keys.items()) if not key.startswith(ignored)})
 
 
 def work(cells: Any, runs: Path, overrides: list[tuple[str, Any]]) -> None:
@@ -82,8 +83,8 @@ def work(cells: Any, runs: Path, overrides: list[tuple[str, Any]]) -> None:
         data = data or load_dataset(recipe.data, recipe.local.data_path)
         started = time.monotonic()
         result = run(recipe, folder_of(runs, cell), data=data, resume=True)
-        shown = ", ".join(f"{name} {100 * value:.1f}" for name, value in result.rules.items())
-        print(f"{cell[0]}, partition {cell[1]}: {shown} ({time.monotonic() - started:.0f} s)", flush=True)
+        accuracies = ", ".join(f"{name} {100 * value:.1f}" for name, value in result.rules.items())
+        print(f"{cell[0]}, partition {cell[1]}: {accuracies} ({time.monotonic() - started:.0f} s)", flush=True)
 
 
 def main() -> None:
@@ -112,8 +113,8 @@ def main() -> None:
         ("training.epochs", options.epochs), ("public", 0.1), ("fusion", RULES),
         ("local.checkpoint_seconds", 20.0), *(parse_override(text) for text in options.sets),
     ]  # fmt: skip
-    kept = find_runs([options.out]) if options.out.exists() else []
-    done = {identity(run.keys) for run in kept}
+    recorded = find_runs([options.out]) if options.out.exists() else []
+    done = {identity(run.keys) for run in recorded}
     cells: list[Cell] = [(name, seed) for seed in options.partitions for name in PAIRED if name in options.methods]
     cells += [(name, options.partitions[0]) for name in ONCE if name in options.methods]
     spawn = multiprocessing.get_context("spawn")
@@ -130,12 +131,14 @@ def main() -> None:
         worker.join(max(0.0, 60 * options.minutes - (time.monotonic() - started)))
     for worker in workers:
         worker.kill()
-    found = {
+    records = {
         identity(run.keys): run
-        for run in (*kept, *(find_runs([options.runs]) if any(options.runs.glob("*/result.json")) else []))
+        for run in (*recorded, *(find_runs([options.runs]) if any(options.runs.glob("*/result.json")) else []))
     }
-    keep(list(found.values()), options.out)
-    print(f"{len(found)} runs are in the record, {len(cells)} were asked for; oneround compare {options.out} --common")
+    keep(list(records.values()), options.out)
+    print(
+        f"{len(records)} runs are in the record, {len(cells)} were asked for; oneround compare {options.out} --common"
+    )
 
 
 if __name__ == "__main__":

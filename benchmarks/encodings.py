@@ -20,20 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from oneround import acts
+from oneround.config.load import change, load
+from oneround.config.recipe import Recipe
 from oneround.data import Dataset, load_dataset
 from oneround.evaluate import score_uploads
-from oneround.folder import RunFolder
-from oneround.observe.environment import environment
 from oneround.protocol import Broadcast, Upload, UploadFolder
-from oneround.protocol.messages import sums_bytes
-from oneround.reading import change, load
-from oneround.recipe import Recipe
+from oneround.protocol.encoding import bytes_of
+from oneround.runs.environment import environment
+from oneround.runs.folder import RunFolder
 from oneround.simulate import run
 from oneround.site import Site
-from study import beside, check_alike, together
+from study import beside, check_alike, measured_on, together
 
 ENCODINGS = ("fp32", "fp16", "int8")
-PLACES = ("data_dir", "out", "runs", "join")
+UNRECORDED = ("data_dir", "out", "runs", "join")
 FREE = ("alpha", "partitions")
 """Settings in which records that are joined may differ."""
 Measured = dict[str, Any]
@@ -70,16 +70,16 @@ def main() -> None:
         beside(options.out, ".md").write_text(text + "\n")
 
 
-def joined(places: list[Path]) -> Figures:
+def joined(paths: list[Path]) -> Figures:
     """One record of several, which may differ in α and partitions; what is in two of them counts once."""
-    records = [json.loads(place.read_text()) for place in places]
+    records = [json.loads(path.read_text()) for path in paths]
     settings = [{key: value for key, value in record["settings"].items() if key not in FREE} for record in records]
-    for place, its in zip(places, settings, strict=True):
-        check_alike(places[0], settings[0], place, its)
+    for path, its in zip(paths, settings, strict=True):
+        check_alike(paths[0], settings[0], path, its)
     measured = {(one["alpha"], one["partition"]): one for record in records for one in record["measured"]}
     alphas = sorted({float(alpha) for alpha, _ in measured})
-    told = {**settings[0], "alpha": ", ".join(map(str, alphas)), "partitions": len(measured)}
-    return summary(list(measured.values()), told, together([record["environment"] for record in records]))
+    described = {**settings[0], "alpha": ", ".join(map(str, alphas)), "partitions": len(measured)}
+    return summary(list(measured.values()), described, together([record["environment"] for record in records]))
 
 
 def of_runs(runs: list[Path], data_dir: str | None) -> Figures:
@@ -97,16 +97,16 @@ def of_runs(runs: list[Path], data_dir: str | None) -> Figures:
 
 def trained(options: argparse.Namespace) -> Figures:
     """Train on every partition and score."""
-    given = {
+    overrides = {
         "data.kind": options.data, "local.data_path": options.data_dir, "model.encoder.kind": options.model, "snapshots": 0,
         "training.batch_size": options.batch_size, "training.epochs": options.epochs,
         "partition.clients": options.clients, "partition.alpha": options.alpha,
     }  # fmt: skip
-    recipe = load(options.preset, given.items())
+    recipe = load(options.preset, overrides.items())
     data = load_dataset(recipe.data, recipe.local.data_path)
     seeds = range(1, options.partitions + 1)
     measured = [measure(change(recipe, {"seeds.partition": seed}), data) for seed in seeds]
-    described = {key: value for key, value in vars(options).items() if key not in PLACES}
+    described = {key: value for key, value in vars(options).items() if key not in UNRECORDED}
     return summary(measured, described, environment(Site("", local=recipe.local).device))
 
 
@@ -137,12 +137,14 @@ def measure(recipe: Recipe, data: Dataset) -> Measured:
 
 def scored(done: Path, recipe: Recipe, data: Dataset) -> Measured:
     """The same of a finished run."""
-    place = RunFolder(done)
-    trained, broadcast = list(place.uploads()), Broadcast.read(place.broadcast)
+    run_folder = RunFolder(done)
+    trained, broadcast = list(run_folder.uploads()), Broadcast.read(run_folder.broadcast)
     site = Site("server", local=recipe.local)
     with tempfile.TemporaryDirectory() as folder:
-        found = {encoding: encoded(trained, broadcast, encoding, data, site, Path(folder)) for encoding in ENCODINGS}
-    return {"alpha": recipe.partition.alpha, "partition": recipe.seeds.partition, **found}
+        by_encoding = {
+            encoding: encoded(trained, broadcast, encoding, data, site, Path(folder)) for encoding in ENCODINGS
+        }
+    return {"alpha": recipe.partition.alpha, "partition": recipe.seeds.partition, **by_encoding}
 
 
 def encoded(
@@ -152,16 +154,16 @@ def encoded(
     federated = broadcast.recipe.model_copy(
         update={"upload": broadcast.recipe.upload.model_copy(update={"encoding": encoding})}
     )
-    asked = replace(broadcast, recipe=federated)
+    changed = replace(broadcast, recipe=federated)
     paths = [folder / encoding / f"{upload.client}.safetensors" for upload in trained]
     for upload, path in zip(trained, paths, strict=True):
-        replace(upload, recipe_digest=asked.digest, encoding=encoding).write(path)
-    uploads = UploadFolder(paths, asked, acts.statistics_of(asked))
+        replace(upload, recipe_digest=changed.digest, encoding=encoding).write(path)
+    uploads = UploadFolder(paths, changed, acts.statistics_of(changed))
     rules = {rule.label: rule for rule in acts.rules_of(federated)}
-    scores, *_ = score_uploads(rules, uploads, asked, data.test, site)
+    scores, *_ = score_uploads(rules, uploads, changed, data.test, site)
     return {
         "accuracy": {name: score.accuracy for name, score in scores.items()},
-        "bytes": uploads[0].size - sums_bytes(asked.sums),
+        "bytes": uploads[0].size - bytes_of(changed.sums),
     }
 
 
@@ -180,10 +182,8 @@ def table(figures: Figures) -> str:
     for encoding, by_rule in cost.items():
         cells = [f"{statistics.mean(values):+.2f} (worst {min(values):+.2f})" for values in by_rule.values()]
         lines.append(f"| {encoding} | {figures['share_of_fp32'][encoding]:.3f} | " + " | ".join(cells) + " |")
-    where = figures["environment"]
-    return "\n".join(
-        [*lines, "", f"- device: {where['device']}; torch {where['packages']['torch']}; commit {where['commit']}"]
-    )
+    environment = figures["environment"]
+    return "\n".join([*lines, "", f"- {measured_on(environment, [environment['commit']])}"])
 
 
 if __name__ == "__main__":

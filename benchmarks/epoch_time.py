@@ -65,10 +65,10 @@ def main() -> None:
     import torch
 
     from oneround import acts
+    from oneround.config.load import load, parse_override
     from oneround.data import load_dataset, partitions
     from oneround.models.prototype import build
-    from oneround.observe.environment import environment
-    from oneround.reading import load, parse_override
+    from oneround.runs.environment import environment
     from oneround.site import Site
 
     recipe = load("fafi", [
@@ -77,7 +77,7 @@ def main() -> None:
         *(parse_override(text) for text in options.sets),
     ])  # fmt: skip
     data = load_dataset(recipe.data, recipe.local.data_path)
-    recipe = acts.settle(recipe, data)
+    recipe = acts.resolve(recipe, data)
     split = partitions.of(recipe.partition).split(data, recipe.seeds.partition)
     clients = [index[: options.samples] for index in split.clients if len(index)]
     broadcast = acts.prepare(recipe, data.class_names, data.shape)

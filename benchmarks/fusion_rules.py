@@ -14,10 +14,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from oneround.finished import find_runs, keep
-from oneround.observe.progress import Live
-from oneround.reading import load, parse_override
-from oneround.study import study
+from oneround.cli.progress import Live
+from oneround.config.load import load, parse_override
+from oneround.runs.archive import find_runs, keep
+from oneround.studies.study import study
 
 
 def main() -> None:

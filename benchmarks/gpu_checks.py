@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from oneround import acts
+from oneround.config.load import change, load
+from oneround.config.recipe import Local
 from oneround.data import dataset_from_arrays
 from oneround.errors import RunError
-from oneround.learning import Batch, Term, terms
 from oneround.models.patches import Patches
 from oneround.protocol import Broadcast, Upload
-from oneround.reading import change, load
-from oneround.recipe import Local
 from oneround.site import Site
+from oneround.training import Batch, Term, terms
 
 random = torch.Generator().manual_seed(0)
 images = torch.randint(0, 256, (2048, 3, 32, 32), dtype=torch.uint8, generator=random)
@@ -39,7 +39,7 @@ class Impatient(Term):
 
 def broadcast(**changes: Any) -> Broadcast:
     recipe = load("fafi", [("model.encoder", "resnet18"), ("training.epochs", 2), ("training.batch_size", 128)])
-    recipe = acts.settle(change(recipe, {key.replace("__", "."): value for key, value in changes.items()}), data)
+    recipe = acts.resolve(change(recipe, {key.replace("__", "."): value for key, value in changes.items()}), data)
     return acts.prepare(recipe, data.class_names, data.shape)
 
 
@@ -76,13 +76,13 @@ def fused_error(shape: tuple[int, int, int, int], *, add: bool, then: str | None
     ours = [x.requires_grad_(), r.requires_grad_()]
     theirs = [t.detach().double().requires_grad_() for t in ours]
     y = batch_norm(ours[0], norm, ours[1] if add else None, then)
-    wanted = exact(theirs[0]) + (theirs[1] if add else 0)
-    wanted = wanted + (wanted.bfloat16().double() - wanted).detach()
-    wanted = {None: wanted, "relu": wanted.relu(), "relu6": torch.nn.functional.relu6(wanted)}[then]
+    reference = exact(theirs[0]) + (theirs[1] if add else 0)
+    reference = reference + (reference.bfloat16().double() - reference).detach()
+    reference = {None: reference, "relu": reference.relu(), "relu6": torch.nn.functional.relu6(reference)}[then]
     y.backward(g)
-    wanted.backward(g.double())
+    reference.backward(g.double())
     pairs = [
-        (y, wanted),
+        (y, reference),
         (ours[0].grad, theirs[0].grad),
         (norm.weight.grad, exact.weight.grad),
         (norm.bias.grad, exact.bias.grad),
@@ -96,14 +96,14 @@ def features_apart(layers: int = 2) -> float:
     """Largest difference of a feature between the devices, over one and two layers."""
     part = Patches(size=800, layers=layers)
     built = part.build(data.shape, part.make(data.shape, 1, None))
-    seen = (data.test.pixels.float() / 255 - 0.5) / 0.5
+    images = (data.test.pixels.float() / 255 - 0.5) / 0.5
     with torch.inference_mode():
-        return float((built(seen) - built.cuda()(seen.cuda()).cpu()).abs().max())
+        return float((built(images) - built.cuda()(images.cuda()).cpu()).abs().max())
 
 
 def ridges_apart() -> float:
     """Largest difference of a score between a ridge summed and solved on the CPU and one on the GPU."""
-    recipe = acts.settle(load("ridge", [("sums.features", {"kind": "patches", "size": 800})]), data)
+    recipe = acts.resolve(load("ridge", [("sums.features", {"kind": "patches", "size": 800})]), data)
     sent = acts.prepare(recipe, data.class_names, data.shape)
     scores = []
     for device in ("cpu", "cuda"):

@@ -23,10 +23,10 @@ SAMPLES = 4
 def one_run(clients: int, folder: Path, device: str) -> None:
     import torch
 
+    from oneround.config.load import load
     from oneround.data import load_dataset
-    from oneround.observe.environment import environment
     from oneround.protocol import Broadcast
-    from oneround.reading import load
+    from oneround.runs.environment import environment
     from oneround.simulate import run
     from oneround.site import choose_device
 
@@ -62,8 +62,8 @@ def main() -> None:
     for clients in options.clients:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, __file__, "--device", options.device, "--one", str(clients), f"{folder}/run"]
-            told = subprocess.run(command, check=True, capture_output=True, text=True)
-            peaks[clients] = json.loads(told.stdout.splitlines()[-1])
+            finished = subprocess.run(command, check=True, capture_output=True, text=True)
+            peaks[clients] = json.loads(finished.stdout.splitlines()[-1])
     network, added = peaks[few_clients]["network_bytes"], many_clients - few_clients
     figures: dict[str, object] = {
         "environment": peaks[few_clients].pop("environment"),
@@ -71,17 +71,17 @@ def main() -> None:
         "limit": 0.1,
     }
     peaks[many_clients].pop("environment")
-    for place in ("host", "device"):
-        few, many = peaks[few_clients][f"{place}_peak_bytes"], peaks[many_clients][f"{place}_peak_bytes"]
+    for memory in ("host", "device"):
+        few, many = peaks[few_clients][f"{memory}_peak_bytes"], peaks[many_clients][f"{memory}_peak_bytes"]
         if few is None:
             continue
         growth = (many - few) / (added * network)
-        figures[place] = {
+        figures[memory] = {
             f"{few_clients}_clients": few,
             f"{many_clients}_clients": many,
             "networks_per_client_added": growth,
         }
-        print(f"{place}: {few / 1e6:.0f} MB with {few_clients} clients, {many / 1e6:.0f} MB with {many_clients}: "
+        print(f"{memory}: {few / 1e6:.0f} MB with {few_clients} clients, {many / 1e6:.0f} MB with {many_clients}: "
               f"{growth:.4f} networks of {network / 1e6:.0f} MB per client added (limit 0.1)")  # fmt: skip
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

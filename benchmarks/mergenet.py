@@ -1,4 +1,4 @@
-"""Does a small federated network learn from a large one through its parameters? MergeNet against its yardsticks, and seed 003's four questions.
+"""Does a small federated network learn from a large one through its parameters? MergeNet against its yardsticks, and the four questions of source note 003.
 
     python benchmarks/mergenet.py --data cifar10 --data-dir data --minutes 9        # a part of it; run again to go on
     python benchmarks/mergenet.py --methods fused fedavg --alphas 0.5 --seeds 1 2 3
@@ -26,18 +26,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from oneround.analysis.statistics import paired
+from oneround.analysis.terminal import difference_in_words
+from oneround.config.load import load, parse_override
+from oneround.config.parts import slot
+from oneround.config.recipe import Recipe
 from oneround.data import load_dataset
 from oneround.errors import OutOfTime
 from oneround.fusion.average import single
-from oneround.fusion.merged import accuracy
+from oneround.fusion.mergenet import accuracy
 from oneround.mergenet import Teacher, teacher_of
-from oneround.observe.log import MetricsLog
-from oneround.observe.statistics import paired
-from oneround.observe.tables import difference_in_words
-from oneround.parts import slot
-from oneround.reading import load, parse_override
-from oneround.recipe import Recipe
-from oneround.runs import Plan
+from oneround.runs.log import MetricsLog
+from oneround.server.plan import DealtPlan
 from oneround.simulate import run
 from oneround.site import Site, choose_device
 from study import Cell, Record, Study, already, arguments, in_words
@@ -82,7 +82,7 @@ def chosen_teacher(options: argparse.Namespace) -> Teacher:
 def teachers_file(seed: int, options: argparse.Namespace) -> Path:
     """Where the teacher of a seed lies; another kind or a longer training is another file."""
     site = Site("server", folder=options.runs / f"teacher-{seed}")
-    return site.kept_for(chosen_teacher(options)) / "teacher.safetensors"
+    return site.state_folder(chosen_teacher(options)) / "teacher.safetensors"
 
 
 def teach(seed: int, options: argparse.Namespace, data: Any) -> float:
@@ -91,7 +91,7 @@ def teach(seed: int, options: argparse.Namespace, data: Any) -> float:
         ("data.kind", options.data), ("local.data_path", options.data_dir), ("model.encoder", options.student), ("public", 0.1), ("validation", 0.1),
         ("seeds.partition", seed), ("seeds.initialisation", seed), ("seeds.training", seed),
     ])  # fmt: skip
-    plan = Plan.of(recipe, data)
+    plan = DealtPlan.of(recipe, data)
     server, broadcast = plan.server(options.runs / f"teacher-{seed}"), plan.prepare()
     chosen = chosen_teacher(options)
     with server.arithmetic(10**8):
@@ -113,7 +113,7 @@ def measure(cell: Cell, options: argparse.Namespace, data: Any, deadline: float)
         result = run(recipe_of(cell, options), folder, data=data, resume=True, deadline=deadline)
     except OutOfTime:
         return None
-    told = json.loads((folder / "result.json").read_text())
+    stored = json.loads((folder / "result.json").read_text())
     events = list(MetricsLog(folder / "metrics.jsonl"))
     epochs = options.epochs
     curve = [event for event in events if event["event"] == "snapshot" and event["rule"] == "average"]
@@ -123,7 +123,7 @@ def measure(cell: Cell, options: argparse.Namespace, data: Any, deadline: float)
             spread.setdefault(event["epoch"] // epochs, []).append(event["accuracy"])
     return {
         "digest": result.partition, "teacher": teacher, "accuracy": result.rules["average"],
-        "clients": dict(result.clients), "bytes_up": told["bytes_up"], "bytes_down": told["bytes_down"],
+        "clients": dict(result.clients), "bytes_up": stored["bytes_up"], "bytes_down": stored["bytes_down"],
         "rounds": [
             {"round": event["epoch"] // epochs, **{key: event[key] for key in ("accuracy", "top5", "loss", "elapsed", "validation") if key in event}}
             for event in curve
@@ -147,9 +147,9 @@ def page(record: Record) -> list[str]:
         "The teacher alone: " + ", ".join(f"{100 * value:.1f} (seed {seed})" for seed, value in sorted(teachers.items())) + "\n",
     ]  # fmt: skip
     for alpha in sorted({cell["alpha"] for cell in cells}):
-        here = [cell for cell in cells if cell["alpha"] == alpha]
-        lines += [f"## α = {alpha:g}\n", *_table(here, record["rounds"]), ""]
-    lines += ["## The four questions of seed 003\n", *_answers(cells), ""]
+        same_alpha = [cell for cell in cells if cell["alpha"] == alpha]
+        lines += [f"## α = {alpha:g}\n", *_table(same_alpha, record["rounds"]), ""]
+    lines += ["## The four questions of source note 003\n", *_answers(cells), ""]
     return lines
 
 
@@ -189,11 +189,11 @@ def _table(cells: list[Record], rounds: int) -> list[str]:
 def _reached(cells: list[Record], threshold: float) -> str:
     """First round (and second) at which the average is that good; how many seeds got there, if not all."""
     first = [next((each for each in cell["rounds"] if each["accuracy"] >= threshold), None) for cell in cells]
-    there = [each for each in first if each is not None]
-    if not there:
+    hits = [each for each in first if each is not None]
+    if not hits:
         return "never"
-    words = f"{statistics.mean(each['round'] for each in there):.1f} ({statistics.mean(each['elapsed'] for each in there):.0f})"
-    return words if len(there) == len(cells) else f"{words}, {len(there)} of {len(cells)}"
+    text = f"{statistics.mean(each['round'] for each in hits):.1f} ({statistics.mean(each['elapsed'] for each in hits):.0f})"
+    return text if len(hits) == len(cells) else f"{text}, {len(hits)} of {len(cells)}"
 
 
 def _difference(both: list[tuple[Record, Record]]) -> str:
@@ -222,14 +222,14 @@ def _answers(cells: list[Record]) -> list[str]:
     }
     lines = []
     for question, (one, other) in questions.items():
-        found = []
+        differences = []
         for alpha in sorted({cell["alpha"] for cell in cells}):
             mine = {cell["seed"]: cell for cell in cells if (cell["method"], cell["alpha"]) == (one, alpha)}
             theirs = {cell["seed"]: _fair(cell) for cell in cells if cell["method"] == other and (cell["alpha"] == alpha or other in ("pooled", "single"))}  # fmt: skip
             both = [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
             if both:
-                found.append(f"α = {alpha:g}: {_difference(both)}")
-        lines.append(f"- {question.strip()}: {'; '.join(found) or 'not measured'}.")
+                differences.append(f"α = {alpha:g}: {_difference(both)}")
+        lines.append(f"- {question.strip()}: {'; '.join(differences) or 'not measured'}.")
     return lines
 
 
@@ -244,8 +244,8 @@ def _fair(cell: Record) -> Record:
     return {**cell, "accuracy": statistics.mean(cell["clients"].values()), "rounds": rounds}
 
 
-def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """What is asked for; words of the command line unless given."""
+def options_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the study; from the command line unless `argv` is given."""
     parser = arguments(__doc__, "mergenet")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
     parser.add_argument(
@@ -258,7 +258,7 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--student", type=json.loads, default='"mobilenet-v2"', help="an encoder, as JSON")
     parser.add_argument("--teacher", type=json.loads, default='"resnet50"', help="an encoder, as JSON")
     parser.add_argument("--teacher-epochs", type=int, default=30)
-    return parser.parse_args(words)
+    return parser.parse_args(argv)
 
 
 def main() -> None:

@@ -60,11 +60,11 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from oneround import sums
+    from oneround.config.load import load
     from oneround.data import load_dataset
-    from oneround.protocol.messages import sums_bytes
-    from oneround.protocol.model import preprocessing
-    from oneround.reading import load
-    from oneround.runs import Plan
+    from oneround.data.augment import preprocessing
+    from oneround.protocol.encoding import bytes_of
+    from oneround.server.plan import DealtPlan
 
     changes = [(f"sums.{key}", value) for key, value in DESIGNS[name].items()]
     public = 0.02 if DESIGNS[name].get("features.source") == "public" else 0.0
@@ -72,7 +72,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         ("data.kind", options.data), ("local.data_path", options.data_dir), ("local.device", options.device),
         ("partition.clients", 5), ("partition.alpha", 0.05), ("validation", 0.1), ("public", public), *changes,
     ])  # fmt: skip
-    plan = Plan.of(recipe, load_dataset(recipe.data, recipe.local.data_path))
+    plan = DealtPlan.of(recipe, load_dataset(recipe.data, recipe.local.data_path))
     data, recipe, device = plan.data, plan.recipe, plan.server().device
     assert recipe.sums is not None
     broadcast = plan.prepare()
@@ -89,7 +89,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             key: recipe.sums.model_copy(update={**how, **({"rank": features.size // how["rank"]} if "rank" in how else {})})
             for key, how in SMALLER.items()
         }  # fmt: skip
-    seconds, seen = 0.0, 0
+    seconds, images_summed = 0.0, 0
     totals = {key: sums.Moments.zero(features.size, data.classes, device) for key in variants}
     for index in (index for index in plan.split.clients if len(index)):
         started = time.monotonic()
@@ -97,27 +97,27 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds += time.monotonic() - started
-        seen += int(mine.samples) // recipe.sums.copies
+        images_summed += int(mine.samples) // recipe.sums.copies
         for key, how in variants.items():
             totals[key].include(sums.unpacked(sums.packed(mine, how), device))
     # The clients' images are in the sums; now what was held back, and the test images, are looked at.
-    held = data.train.take(plan.split.validation[: options.samples] if options.samples else plan.split.validation)
-    tests = {"validation": held, "test": data.test}
-    answers = {place: in_batches(features, images, device, mean, std) for place, images in tests.items()}
+    validation = data.train.take(plan.split.validation[: options.samples] if options.samples else plan.split.validation)
+    tests = {"validation": validation, "test": data.test}
+    answers = {part: in_batches(features, images, device, mean, std) for part, images in tests.items()}
     record: dict[str, Any] = {
-        "design": DESIGNS[name], "size": features.size, "bytes": sums_bytes(broadcast.sums), "images": seen,
-        "images_per_second": seen / seconds, "seconds": seconds, "accuracy": {},
+        "design": DESIGNS[name], "size": features.size, "bytes": bytes_of(broadcast.sums), "images": images_summed,
+        "images_per_second": images_summed / seconds, "seconds": seconds, "accuracy": {},
     }  # fmt: skip
     more = gathered(plan.split.validation)
     for key, total in totals.items():
-        found = sums.solve(total, copies=recipe.sums.copies)
-        chosen = accuracy(found, answers["validation"], held.labels)
+        solution = sums.solve(total, copies=recipe.sums.copies)
+        chosen = accuracy(solution, answers["validation"], validation.labels)
         total.include(more)
-        found = sums.solve(total, copies=recipe.sums.copies)
+        solution = sums.solve(total, copies=recipe.sums.copies)
         record["accuracy"][key or recipe.sums.precision] = {
-            "validation": chosen, "test": accuracy(found, answers["test"], data.test.labels),
-            "bytes": sums_bytes(sums.expected(recipe.model_copy(update={"sums": variants[key]}), features.size, data.classes)),
-            "penalty": found.penalty, "freedom": found.freedom,
+            "validation": chosen, "test": accuracy(solution, answers["test"], data.test.labels),
+            "bytes": bytes_of(sums.expected(recipe.model_copy(update={"sums": variants[key]}), features.size, data.classes)),
+            "penalty": solution.penalty, "freedom": solution.freedom,
         }  # fmt: skip
     record["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     record["device_peak_bytes"] = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
@@ -128,23 +128,24 @@ def in_batches(features: Any, images: Any, device: Any, mean: float, std: float)
     """(n, D) on the CPU."""
     import torch
 
-    from oneround.models.features import in_parts
+    from oneround.models.features import in_batches
 
-    seen = torch.empty(len(images), features.size)
+    matrix = torch.empty(len(images), features.size)
     with torch.inference_mode():
         for start, batch in enumerate(images.batches(device, mean, std)):
-            seen[500 * start : 500 * start + 500] = in_parts(features, batch, features.at_once, features.size).cpu()
-    return seen
+            matrix[500 * start : 500 * start + 500] = in_batches(features, batch, features.at_once, features.size).cpu()
+    return matrix
 
 
-def accuracy(found: Any, seen: Any, labels: Any) -> float:
-    scores = (seen - found.centre.float().cpu()) @ found.weights.float().cpu() + found.bias.float().cpu()
+def accuracy(solution: Any, matrix: Any, labels: Any) -> float:
+    scores = (matrix - solution.centre.float().cpu()) @ solution.weights.float().cpu() + solution.bias.float().cpu()
     return float((scores.argmax(1) == labels).float().mean())
 
 
 def render(record: dict[str, Any]) -> str:
     """The record as a page of Markdown."""
-    where = record["environment"]
+    from study import measured_on
+
     lines = [
         f"# Ridge on {record['data']}: what buys accuracy\n",
         f"Five clients, α = 0.05, partition 1{record['note']}; a tenth of the training images held back to choose a design by (validation),",
@@ -154,17 +155,17 @@ def render(record: dict[str, Any]) -> str:
     ]
     for name, cell in record["designs"].items():
         peak = [cell["host_peak_bytes"], cell["device_peak_bytes"]]
-        for how, found in cell["accuracy"].items():
+        for how, scores in cell["accuracy"].items():
             first = how in ("fp32", cell["design"].get("precision"))
-            row = [name if first else f"… {how}", f"{cell['size']:,}", f"{found['bytes'] / 1e6:.1f}"]
-            row += [f"{100 * found[place]:.2f}" for place in ("validation", "test")]
+            row = [name if first else f"… {how}", f"{cell['size']:,}", f"{scores['bytes'] / 1e6:.1f}"]
+            row += [f"{100 * scores[part]:.2f}" for part in ("validation", "test")]
             row += [f"{cell['images_per_second']:,.0f}", *(f"{each / 1e9:.1f}" if each else "–" for each in peak)]
             lines.append("| " + " | ".join(row if first else [*row[:5], "", "", ""]) + " |")
     fitting = {
-        (name, how): found
+        (name, how): scores
         for name, cell in record["designs"].items()
-        for how, found in cell["accuracy"].items()
-        if found["bytes"] <= 90e6
+        for how, scores in cell["accuracy"].items()
+        if scores["bytes"] <= 90e6
     }
     if fitting:
         (name, how), best = max(fitting.items(), key=lambda item: item[1]["validation"])
@@ -173,7 +174,7 @@ def render(record: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        f"- device: {where['device']}; torch {where['packages']['torch']}; commits {', '.join(sorted({str(cell['commit']) for cell in record['designs'].values()}))}",
+        f"- {measured_on(record['environment'], (cell['commit'] for cell in record['designs'].values()))}",
         f"- command: `python benchmarks/ridge.py {record['arguments']}`",
     ]
     return "\n".join(lines) + "\n"
@@ -195,7 +196,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure(options.one, options)))
         return
-    from oneround.observe.environment import environment
+    from oneround.runs.environment import environment
     from oneround.site import choose_device
     from study import beside
 
@@ -203,17 +204,17 @@ def main() -> None:
         beside(options.render, ".md").write_text(render(json.loads(options.render.read_text())))
         return
     started = time.monotonic()
-    place = beside(options.out, ".json")
-    known: dict[str, Any] = json.loads(place.read_text()) if place.exists() else {"designs": {}}
-    here = environment(choose_device(options.device))
-    words = [f"--data {options.data}", f"--device {options.device}", *(["--quick"] if options.quick else [])]
-    words += [f"--samples {options.samples}"] if options.samples else []
-    words += ["--designs", *map(repr, options.designs)] if options.designs != list(DESIGNS) else []
+    record_file = beside(options.out, ".json")
+    earlier: dict[str, Any] = json.loads(record_file.read_text()) if record_file.exists() else {"designs": {}}
+    machine = environment(choose_device(options.device))
+    command_line = [f"--data {options.data}", f"--device {options.device}", *(["--quick"] if options.quick else [])]
+    command_line += [f"--samples {options.samples}"] if options.samples else []
+    command_line += ["--designs", *map(repr, options.designs)] if options.designs != list(DESIGNS) else []
     record = {
         "data": options.data, "note": f", {options.samples:,} images of a client at most" if options.samples else "",
-        "designs": known["designs"], "environment": here, "arguments": " ".join(words),
+        "designs": earlier["designs"], "environment": machine, "arguments": " ".join(command_line),
     }  # fmt: skip
-    place.parent.mkdir(parents=True, exist_ok=True)
+    record_file.parent.mkdir(parents=True, exist_ok=True)
     for name in options.designs:
         if name in record["designs"] or time.monotonic() - started > 60 * options.minutes:
             continue
@@ -221,13 +222,15 @@ def main() -> None:
         if done.returncode:
             print(f"{name}: left out, {done.stderr.strip().splitlines()[-1]}", flush=True)
             continue
-        record["designs"][name] = {**json.loads(done.stdout.splitlines()[-1]), "commit": here["commit"]}
-        place.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        record["designs"][name] = {**json.loads(done.stdout.splitlines()[-1]), "commit": machine["commit"]}
+        record_file.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
         beside(options.out, ".md").write_text(render(record))
-        shown = record["designs"][name]["accuracy"].items()
+        measured = record["designs"][name]["accuracy"].items()
         print(
             f"{name}: "
-            + ", ".join(f"{how} {100 * found['test']:.2f} ({found['bytes'] / 1e6:.0f} MB)" for how, found in shown),
+            + ", ".join(
+                f"{how} {100 * scores['test']:.2f} ({scores['bytes'] / 1e6:.0f} MB)" for how, scores in measured
+            ),
             flush=True,
         )
     print(f"{len(record['designs'])} of {len(DESIGNS)} designs; {beside(options.out, '.md')}")

@@ -21,17 +21,17 @@ def one_pass(size: int, options: argparse.Namespace) -> None:
     import torch
 
     from oneround import acts
+    from oneround.config.load import load
+    from oneround.config.recipe import Local
     from oneround.data import load_dataset
-    from oneround.observe.environment import environment
-    from oneround.reading import load
-    from oneround.recipe import Local
+    from oneround.runs.environment import environment
     from oneround.site import Site
 
     recipe = load("ridge", [
         ("data.kind", options.data), ("local.data_path", options.data_dir), ("sums.features", {"kind": "patches", "size": size}),
     ])  # fmt: skip
     data = load_dataset(recipe.data, recipe.local.data_path)
-    recipe = acts.settle(recipe, data)
+    recipe = acts.resolve(recipe, data)
     broadcast = acts.prepare(recipe, data.class_names, data.shape)
     mine = data.train.take(torch.arange(min(options.samples or len(data.train), len(data.train))))
     site = Site("site", mine, local=Local(device=options.device))
@@ -61,17 +61,19 @@ def main() -> None:
     if options.one:
         one_pass(options.one, options)
         return
-    found = []
+    passes = []
     for size in options.sizes:
         command = [sys.executable, __file__, *sys.argv[1:], "--one", str(size)]
-        told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-        found.append(told)
-        device = f", device {told['device_peak_bytes'] / 1e9:.2f} GB" if told["device_peak_bytes"] else ""
-        print(f"D {size}: {told['images']:,} images in {told['seconds']:.1f} s, {told['images_per_second']:,.0f}/s; "
-              f"peak host {told['host_peak_bytes'] / 1e9:.2f} GB{device}; upload {told['upload_bytes'] / 1e6:.0f} MB", flush=True)  # fmt: skip
+        figures = json.loads(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+        )
+        passes.append(figures)
+        device = f", device {figures['device_peak_bytes'] / 1e9:.2f} GB" if figures["device_peak_bytes"] else ""
+        print(f"D {size}: {figures['images']:,} images in {figures['seconds']:.1f} s, {figures['images_per_second']:,.0f}/s; "
+              f"peak host {figures['host_peak_bytes'] / 1e9:.2f} GB{device}; upload {figures['upload_bytes'] / 1e6:.0f} MB", flush=True)  # fmt: skip
         if options.out:
             options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps({"limit_bytes": 3e9, "passes": found}, indent=1) + "\n")
+            options.out.write_text(json.dumps({"limit_bytes": 3e9, "passes": passes}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from __future__ import annotations
 import argparse
 import statistics
 
+from oneround.analysis.statistics import paired
+from oneround.analysis.terminal import difference_in_words
+from oneround.config.load import load, parse_override
 from oneround.errors import OutOfTime
-from oneround.observe.statistics import paired
-from oneround.observe.tables import difference_in_words
-from oneround.reading import load, parse_override
-from oneround.runs import Result
+from oneround.runs.result import Result
 from oneround.simulate import run
 from study import Cell, Record, Study, already, arguments, in_words
 
@@ -35,11 +35,11 @@ def measure(cell: Cell, options: argparse.Namespace, deadline: float) -> Record 
     """One run, or None if the time is over before it is finished."""
     alpha, experts, seed = cell
     seeds = [(f"seeds.{kind}", seed) for kind in ("partition", "initialisation", "training")]
-    given = [
+    overrides = [
         ("data.kind", options.data), ("local.data_path", options.data_dir), ("partition.alpha", alpha),
         ("training.epochs", options.epochs), ("snapshots", max(1, options.epochs // 5)), ("local.checkpoint_seconds", 20.0),
     ]  # fmt: skip
-    recipe = load(EXPERTS[experts], [*given, *seeds, *(parse_override(text) for text in options.sets)])
+    recipe = load(EXPERTS[experts], [*overrides, *seeds, *(parse_override(text) for text in options.sets)])
     folder = options.runs / f"{options.data}-{experts}-{alpha}-{seed}"
     try:
         result = run(recipe, folder, resume=True, deadline=deadline)

@@ -38,18 +38,18 @@ def photograph(page: Path, picture: Path, width: int, height: int, dark: bool) -
             scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
             driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
             driver.get(page.resolve().as_uri())
-            whole = {"captureBeyondViewport": height == 0}
-            told = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", **whole})
-            picture.write_bytes(base64.b64decode(told["data"]))
+            extent = {"captureBeyondViewport": height == 0}
+            screenshot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", **extent})
+            picture.write_bytes(base64.b64decode(screenshot["data"]))
         finally:
             driver.quit()
 
 
 def make_report(folder: Path) -> Path:
     """A real run in a folder of its own, so that no path of this machine is in the picture."""
-    here = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent / "src")}
-    for words in (RUN, ["report", "runs/v12"]):
-        subprocess.run([sys.executable, "-m", "oneround.cli", *words], cwd=folder, env=here, check=True)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent / "src")}
+    for command in (RUN, ["report", "runs/v12"]):
+        subprocess.run([sys.executable, "-m", "oneround.cli", *command], cwd=folder, env=environment, check=True)
     return folder / "report.html"
 
 
@@ -60,8 +60,8 @@ if __name__ == "__main__":
     parser.add_argument("--width", type=int, default=1200)
     parser.add_argument("--height", type=int, default=2400)
     parser.add_argument("--dark", action="store_true")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        page = given.page or make_report(Path(place))
-        photograph(page, given.picture, given.width, given.height, given.dark)
-    print(f"written to {given.picture}")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        page = options.page or make_report(Path(folder))
+        photograph(page, options.picture, options.width, options.height, options.dark)
+    print(f"written to {options.picture}")

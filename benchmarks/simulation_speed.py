@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 
+from oneround.config.load import change, load
 from oneround.federate.processes import SuperLink, free_port, write_app
-from oneround.observe.environment import environment
-from oneround.reading import change, load
+from oneround.runs.environment import environment
 from oneround.simulate import run
 
 
@@ -36,28 +36,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     load_before = os.getloadavg()
-    given = {
+    overrides = {
         "data.kind": "digits", "model.encoder": "cnn", "partition.kind": "iid", "partition.clients": options.clients,
         "training.epochs": options.epochs, "training.batch_size": 64, "snapshots": 0, "fusion": ["average"], "local.workers": 1,
     }  # fmt: skip
-    recipe = load("fafi", given.items())
+    recipe = load("fafi", overrides.items())
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        (place / "recipe.yaml").write_text(recipe.to_yaml())
-        run(change(recipe, {"partition.clients": 2}), place / "before")
-        ours = timed(lambda: run(recipe, place / "ours"))
+        root = Path(folder)
+        (root / "recipe.yaml").write_text(recipe.to_yaml())
+        run(change(recipe, {"partition.clients": 2}), root / "before")
+        ours = timed(lambda: run(recipe, root / "ours"))
         command = [
             sys.executable,
             "-m",
             "oneround.cli",
             "run",
-            str(place / "recipe.yaml"),
+            str(root / "recipe.yaml"),
             "--out",
-            str(place / "cold"),
+            str(root / "cold"),
         ]
         cold = timed(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))
-        theirs, served = through_flower(place, options.clients)
-        uploads = [json.loads((place / name / "result.json").read_text())["uploads"] for name in ("ours", "theirs")]
+        theirs, served = through_flower(root, options.clients)
+        uploads = [json.loads((root / name / "result.json").read_text())["uploads"] for name in ("ours", "theirs")]
     figures = {
         "clients": options.clients, "epochs": options.epochs, "encoder": "cnn", "data": "digits",
         "seconds": {
@@ -79,24 +79,24 @@ def timed(work: Callable[[], object]) -> float:
     return time.monotonic() - started
 
 
-def through_flower(place: Path, clients: int) -> tuple[float, float]:
+def through_flower(root: Path, clients: int) -> tuple[float, float]:
     """Seconds of `flwr run`, and of it between the server's first and last line."""
-    link = SuperLink(place / "flower", "127.0.0.1", free_port(), options=("--simulation",)).start()
+    link = SuperLink(root / "flower", "127.0.0.1", free_port(), options=("--simulation",)).start()
     try:
         config: dict[str, str | float] = {
-            "recipe": str(place / "recipe.yaml"), "out": str(place / "theirs"), "poll": 0.1, "farewell": 0.0,
+            "recipe": str(root / "recipe.yaml"), "out": str(root / "theirs"), "poll": 0.1, "farewell": 0.0,
         }  # fmt: skip
         started = time.monotonic()
         nodes = f"num-supernodes={clients} client-resources-num-cpus=1"
-        child = link.run(write_app(place / "app"), config, ["--federation-config", nodes])
+        child = link.run(write_app(root / "app"), config, ["--federation-config", nodes])
         while not child.ended:
             time.sleep(0.1)
         took = time.monotonic() - started
-        if not (place / "theirs" / "result.json").exists():
-            raise SystemExit(child.said() + link.child.said())
+        if not (root / "theirs" / "result.json").exists():
+            raise SystemExit(child.read_output() + link.child.read_output())
     finally:
         link.stop()
-    lines = (place / "theirs" / "run.log").read_text().splitlines()
+    lines = (root / "theirs" / "run.log").read_text().splitlines()
     first, last = (datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f") for line in (lines[0], lines[-1]))
     return took, (last - first).total_seconds()
 

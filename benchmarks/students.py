@@ -19,18 +19,18 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from oneround import acts
+from oneround.config.load import load
 from oneround.data import load_dataset
-from oneround.folder import RunFolder
 from oneround.fusion import rules
-from oneround.observe.environment import environment
-from oneround.reading import load
-from oneround.runs import Plan
+from oneround.runs.environment import environment
+from oneround.runs.folder import RunFolder
+from oneround.server.plan import DealtPlan
 from oneround.simulate import run
 from oneround.site import choose_device
-from study import beside
+from study import beside, measured_on
 
 TEACHER = "typicality-gated"
-GIVEN = {
+OVERRIDES = {
     "data": "digits", "partition.alpha": 0.5, "public": 0.2, "model.encoder": "cnn", "training.epochs": 20, "training.batch_size": 64,
     "training.augment.crop_scale": [0.6, 1.0], "fusion": [TEACHER], "snapshots": 0, "trace.every": 0, "local.workers": 1,
 }  # fmt: skip
@@ -52,7 +52,7 @@ def main() -> None:
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         measured = list(pool.map(measure, seeds))
     figures = {
-        "settings": {**GIVEN, "preset": "fafi", "teacher": TEACHER, "students": STUDENTS},
+        "settings": {**OVERRIDES, "preset": "fafi", "teacher": TEACHER, "students": STUDENTS},
         "partition_seeds": seeds, "other_seeds": load("fafi").seeds.model_dump(exclude={"partition"}),
         "measured": measured, "environment": environment(choose_device("cpu")), "seconds": time.monotonic() - started,
     }  # fmt: skip
@@ -64,15 +64,16 @@ def main() -> None:
 
 def measure(seed: int) -> Measured:
     """Accuracy of teacher and students on one partition, and how often each student agrees."""
-    recipe = load("fafi", (GIVEN | {"seeds.partition": seed}).items())
+    recipe = load("fafi", (OVERRIDES | {"seeds.partition": seed}).items())
     data = load_dataset(recipe.data)
     with tempfile.TemporaryDirectory() as folder:
         run(recipe, Path(folder) / "run", data=data)
-        uploads, server = RunFolder(Path(folder) / "run").uploads(), Plan.of(recipe, data).server()
-        made = {"teacher": rules.parse(TEACHER)} | {
-            name: rules.parse({"kind": "distilled", "teacher": TEACHER, **given}) for name, given in STUDENTS.items()
+        uploads, server = RunFolder(Path(folder) / "run").uploads(), DealtPlan.of(recipe, data).server()
+        fusion_rules = {"teacher": rules.parse(TEACHER)} | {
+            name: rules.parse({"kind": "distilled", "teacher": TEACHER, **settings})
+            for name, settings in STUDENTS.items()
         }
-        models = {name: acts.fuse(uploads, uploads.broadcast, server, rule) for name, rule in made.items()}
+        models = {name: acts.fuse(uploads, uploads.broadcast, server, rule) for name, rule in fusion_rules.items()}
         answers = {name: model.predict(data.test.pixels).argmax(1) for name, model in models.items()}
     return {
         name: {
@@ -85,11 +86,11 @@ def measure(seed: int) -> Measured:
 
 def table(figures: dict[str, object]) -> str:
     """Means over partitions, and each of them."""
-    measured, where = figures["measured"], figures["environment"]
+    measured, machine = figures["measured"], figures["environment"]
     lines = [
-        f"FAFI on digits, α = {GIVEN['partition.alpha']}, {GIVEN['training.epochs']} epochs, partitions {figures['partition_seeds']}; "
+        f"FAFI on digits, α = {OVERRIDES['partition.alpha']}, {OVERRIDES['training.epochs']} epochs, partitions {figures['partition_seeds']}; "
         f"students of the {TEACHER} ensemble; "
-        f"{where['device']}, torch {where['packages']['torch']}, commit {where['commit']}, {figures['seconds']:.0f} s",
+        f"{measured_on(machine, [machine['commit']])}; {figures['seconds']:.0f} s",
         "",
         "| answers by | accuracy % | each partition | gives the teacher's answer % | each partition |",
         "|---|---:|---:|---:|---:|",
@@ -99,8 +100,8 @@ def table(figures: dict[str, object]) -> str:
         for key in ("accuracy", "agreement"):
             values = [100 * one[name][key] for one in measured]
             cells += [f"{statistics.mean(values):.1f}", " ".join(f"{value:.1f}" for value in values)]
-        shown = name if name == "teacher" else f"student taught on {name}"
-        lines.append(f"| {shown} | " + " | ".join(cells if name != "teacher" else [*cells[:2], "", ""]) + " |")
+        label = name if name == "teacher" else f"student taught on {name}"
+        lines.append(f"| {label} | " + " | ".join(cells if name != "teacher" else [*cells[:2], "", ""]) + " |")
     return "\n".join(lines)
 
 

@@ -7,17 +7,17 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from oneround.observe.environment import environment
-from oneround.observe.statistics import Summary
+from oneround.analysis.statistics import Summary
+from oneround.runs.environment import environment
 from oneround.site import choose_device
 
 Cell = tuple[Any, ...]
 Record = dict[str, Any]
-PLACES = ("--data-dir", "--runs", "--out", "--minutes")
+UNRECORDED = ("--data-dir", "--runs", "--out", "--minutes")
 """Arguments that say where and how long; the others say what."""
 
 
@@ -47,127 +47,136 @@ class Study:
     ) -> None:
         self.keys, self.setting, self.page = keys, setting, page
         self.deadline = time.time() + 60 * options.minutes
-        self.place = beside(options.out, ".json")
-        self.here = environment(choose_device("auto"))
-        known = json.loads(self.place.read_text()) if self.place.exists() else {"cells": []}
-        other = next((key for key, value in setting.items() if known.get(key, value) != value), None)
+        self.record_file = beside(options.out, ".json")
+        self.machine = environment(choose_device("auto"))
+        earlier = json.loads(self.record_file.read_text()) if self.record_file.exists() else {"cells": []}
+        other = next((key for key, value in setting.items() if earlier.get(key, value) != value), None)
         if other is not None:
-            sys.exit(f"{self.place}: holds runs with {other} = {known[other]}; choose another --out")
-        self.commands = [told for told in commands_of(known) if told != asked()]
-        self.found = {tuple(entry[key] for key in keys): entry for entry in known["cells"]}
+            sys.exit(f"{self.record_file}: holds runs with {other} = {earlier[other]}; choose another --out")
+        self.commands = [command for command in commands_of(earlier) if command != command_line()]
+        self.entries = {tuple(entry[key] for key in keys): entry for entry in earlier["cells"]}
 
     def go_on(
         self,
         cells: Sequence[Cell],
         measure: Callable[[Cell, float], Record | None],
-        words: Callable[[Record], str],
+        in_brief: Callable[[Record], str],
     ) -> None:
-        """Measure what is missing; `measure` gives None when the time (the deadline it is told) was over before the end."""
+        """Measure what is missing; `measure` gives None when its deadline passes before the end."""
         for cell in cells:
-            if cell in self.found or time.time() >= self.deadline:
+            if cell in self.entries or time.time() >= self.deadline:
                 continue
             done = measure(cell, self.deadline)
             if done is None:
                 break
             named = dict(zip(self.keys, cell, strict=True))
-            self.found[cell] = {**named, **done, "commit": self.here["commit"]}
-            print(f"{', '.join(f'{key} {value}' for key, value in named.items())}: {words(done)}", flush=True)
+            self.entries[cell] = {**named, **done, "commit": self.machine["commit"]}
+            print(f"{', '.join(f'{key} {value}' for key, value in named.items())}: {in_brief(done)}", flush=True)
             self._keep()
-        done_of_these = sum(cell in self.found for cell in cells)
-        print(f"{done_of_these} of {len(cells)} runs; {beside(self.place, '.md')}")
+        done_of_these = sum(cell in self.entries for cell in cells)
+        print(f"{done_of_these} of {len(cells)} runs; {beside(self.record_file, '.md')}")
 
     def _keep(self) -> None:
-        cells = list(self.found.values())
-        record = {**self.setting, "cells": cells, "environment": self.here, "arguments": [*self.commands, asked()]}
-        self.place.parent.mkdir(parents=True, exist_ok=True)
-        self.place.write_text(json.dumps(record, ensure_ascii=False) + "\n")
-        render(self.place, self.page)
+        cells = list(self.entries.values())
+        record = {
+            **self.setting,
+            "cells": cells,
+            "environment": self.machine,
+            "arguments": [*self.commands, command_line()],
+        }
+        self.record_file.parent.mkdir(parents=True, exist_ok=True)
+        self.record_file.write_text(json.dumps(record, ensure_ascii=False) + "\n")
+        render(self.record_file, self.page)
 
 
 def already(options: argparse.Namespace, keys: Sequence[str], page: Callable[[Record], list[str]]) -> bool:
-    """Whether only records that are there were asked for; if so, it is done."""
+    """Render or join existing records if asked to; returns whether that was all."""
     if options.render:
         render(options.render, page)
     elif options.join:
-        place = beside(options.out, ".json")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(json.dumps(joined(options.join, keys), ensure_ascii=False) + "\n")
-        render(place, page)
+        record_file = beside(options.out, ".json")
+        record_file.parent.mkdir(parents=True, exist_ok=True)
+        record_file.write_text(json.dumps(joined(options.join, keys), ensure_ascii=False) + "\n")
+        render(record_file, page)
     return bool(options.render or options.join)
 
 
-def joined(places: Sequence[Path], keys: Sequence[str]) -> Record:
+def joined(paths: Sequence[Path], keys: Sequence[str]) -> Record:
     """One record of several that were measured side by side."""
-    records = [json.loads(place.read_text()) for place in places]
+    records = [json.loads(path.read_text()) for path in paths]
     settings = [
         {key: value for key, value in record.items() if key not in ("cells", "environment", "arguments")}
         for record in records
     ]
-    for place, setting in zip(places, settings, strict=True):
-        check_alike(places[0], settings[0], place, setting)
+    for path, setting in zip(paths, settings, strict=True):
+        check_alike(paths[0], settings[0], path, setting)
     cells = {tuple(cell[key] for key in keys): cell for record in records for cell in record["cells"]}
-    commands = dict.fromkeys(told for record in records for told in commands_of(record))
+    commands = dict.fromkeys(command for record in records for command in commands_of(record))
     where = together([record["environment"] for record in records])
     return {**settings[0], "cells": list(cells.values()), "environment": where, "arguments": list(commands)}
 
 
 def commands_of(record: Record) -> list[str]:
     """The commands that made a record; older ones name the last alone."""
-    told = record.get("arguments", [])
-    return [told] if isinstance(told, str) else list(told)
+    commands = record.get("arguments", [])
+    return [commands] if isinstance(commands, str) else list(commands)
 
 
 def check_alike(first: Path, setting: Record, other: Path, its: Record) -> None:
     """Settings must be the same, whichever of the two has one."""
     for key in sorted(setting.keys() | its.keys()):
         if setting.get(key) != its.get(key):
-            here, there = its.get(key, "not said"), setting.get(key, "not said")
-            sys.exit(f"{other}: {key} = {here}, in {first} it is {there}; only like records can be joined")
+            value, expected = its.get(key, "not said"), setting.get(key, "not said")
+            sys.exit(f"{other}: {key} = {value}, in {first} it is {expected}; only like records can be joined")
 
 
-def together(places: Sequence[Record]) -> Record:
+def together(environments: Sequence[Record]) -> Record:
     """Where parts of a record were measured: one environment, with every device, commit, … of those that differ."""
-    found: Record = {}
-    for key, value in places[0].items():
+    merged: Record = {}
+    for key, value in environments[0].items():
         if isinstance(value, dict):
-            found[key] = together([place[key] for place in places])
+            merged[key] = together([environment[key] for environment in environments])
         else:
-            each = list(dict.fromkeys(place.get(key) for place in places))
-            found[key] = value if len(each) == 1 else ", ".join(map(str, each))
-    return found
+            each = list(dict.fromkeys(environment.get(key) for environment in environments))
+            merged[key] = value if len(each) == 1 else ", ".join(str(one) for one in each if one is not None)
+    return merged
 
 
-def render(place: Path, page: Callable[[Record], list[str]]) -> None:
+def measured_on(environment: Record, commits: Iterable[str | None]) -> str:
+    """Device, torch and the commits that are known."""
+    hashes = sorted({commit for commit in commits if commit})
+    version = environment["packages"]["torch"]
+    return f"device: {environment['device']}; torch {version}" + (f"; commits {', '.join(hashes)}" if hashes else "")
+
+
+def render(record_file: Path, page: Callable[[Record], list[str]]) -> None:
     """The record as a page of Markdown beside it."""
-    record = json.loads(place.read_text())
-    where, commits = record["environment"], sorted({str(cell["commit"]) for cell in record["cells"]})
+    record = json.loads(record_file.read_text())
     lines = [
         *page(record),
-        f"- device: {where['device']}; torch {where['packages']['torch']}; commits {', '.join(commits)}",
-        *(f"- command: `python benchmarks/{Path(sys.argv[0]).name} {told}`" for told in commands_of(record)),
+        f"- {measured_on(record['environment'], (cell['commit'] for cell in record['cells']))}",
+        *(f"- command: `python benchmarks/{Path(sys.argv[0]).name} {command}`" for command in commands_of(record)),
     ]
-    beside(place, ".md").write_text("\n".join(lines) + "\n")
+    beside(record_file, ".md").write_text("\n".join(lines) + "\n")
 
 
-def beside(place: Path, ending: str) -> Path:
+def beside(path: Path, ending: str) -> Path:
     """The same name with this ending; a point in a name (`alpha_0.5`) is no ending."""
-    return place.with_name(place.name.removesuffix(".json") + ending)
+    return path.with_name(path.name.removesuffix(".json") + ending)
 
 
-def asked() -> str:
-    """The command line, without where things lie."""
-    words, kept = iter(sys.argv[1:]), []
-    for word in words:
-        if word in PLACES:
-            next(words, None)
+def command_line() -> str:
+    """The command line, without paths and time limits."""
+    arguments, recorded = iter(sys.argv[1:]), []
+    for word in arguments:
+        if word in UNRECORDED:
+            next(arguments, None)
         else:
-            kept.append(word)
-    return shlex.join(kept)
+            recorded.append(word)
+    return shlex.join(recorded)
 
 
 def in_words(values: Sequence[float]) -> str:
     """Mean, 95 % interval, and each of them."""
-    found = Summary(tuple(values))
-    margin = f" ± {found.margin:.1f}" if found.margin is not None else ""
     each = f" ({' '.join(f'{value:.1f}' for value in values)})" if len(values) > 1 else ""
-    return f"{found.mean:.1f}{margin}{each}"
+    return f"{Summary(tuple(values)):.1f}{each}"

@@ -25,18 +25,18 @@ def table(command: str) -> str:
     """What `oneround compare …` writes as Markdown, without its titles unless there are several."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "table.md"
-        words = [str(ROOT / word) if word.startswith("results/") else word for word in shlex.split(command)]
-        done = CliRunner().invoke(app, [*words, "--out", str(target)])
+        arguments = [str(ROOT / word) if word.startswith("results/") else word for word in shlex.split(command)]
+        done = CliRunner().invoke(app, [*arguments, "--out", str(target)])
         if done.exit_code:
             raise SystemExit(f"oneround {command}: {done.output}")
         lines = target.read_text(encoding="utf-8").splitlines()
     several = sum(line.startswith("## ") for line in lines) > 1
-    kept = [
+    body = [
         f"**{line[3:]}**" if line.startswith("## ") and several else line
         for line in lines
         if several or not line.startswith("## ")
     ]
-    return "\n".join(kept).strip("\n") + "\n"
+    return "\n".join(body).strip("\n") + "\n"
 
 
 def filled(text: str) -> str:

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from oneround import acts
+from oneround.config.load import load
 from oneround.data import load_dataset
-from oneround.observe.environment import environment
-from oneround.reading import load
-from oneround.runs import Plan
+from oneround.runs.environment import environment
+from oneround.server.plan import DealtPlan
 from oneround.site import Site
 
 
@@ -35,15 +35,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    given = {
+    overrides = {
         "data.kind": options.data, "local.data_path": options.data_dir, "model.encoder.kind": options.model, "fusion": ["iffi"],
         "training.batch_size": options.batch_size, "training.epochs": options.epochs,
     }  # fmt: skip
-    recipe = load(options.preset, given.items())
+    recipe = load(options.preset, overrides.items())
     data = load_dataset(recipe.data, recipe.local.data_path)
     mine = data.train.take(torch.arange(min(options.samples, len(data.train))))
     sent = {
-        every: Plan.of(load(options.preset, {**given, "trace.every": every}.items()), data).prepare()
+        every: DealtPlan.of(load(options.preset, {**overrides, "trace.every": every}.items()), data).prepare()
         for every in (0, recipe.trace.every)
     }
 

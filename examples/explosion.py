@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from oneround.finished import Run
+    from oneround.runs.record import RunRecord
 
 # The same for all methods. Chosen, by trying, so that a minute is enough to see what takes 50 epochs of CIFAR-10 otherwise.
 SETTINGS: dict[str, Any] = {
@@ -83,8 +83,8 @@ def overrides(method: str, seed: int) -> dict[str, Any]:
 
 
 def measure(method: str, seed: int, folder: Path, more: Mapping[str, Any]) -> tuple[float, list[str]]:
-    """Run one method on one seed: seconds it took, and what the rails said."""
-    from oneround.reading import load
+    """Run one method on one seed: seconds it took, and what the safeguards reported."""
+    from oneround.config.load import load
     from oneround.simulate import run
 
     warnings: list[str] = []
@@ -98,9 +98,9 @@ def measure(method: str, seed: int, folder: Path, more: Mapping[str, Any]) -> tu
     return time.monotonic() - started, warnings
 
 
-def measure_all(seeds: Sequence[int], out: Path, more: Mapping[str, Any]) -> list[Run]:
-    """Every method on every seed, two runs at a time, told as they finish; in the order of the methods."""
-    from oneround.finished import find_runs
+def measure_all(seeds: Sequence[int], out: Path, more: Mapping[str, Any]) -> list[RunRecord]:
+    """Every method on every seed, two runs at a time, reported as they finish; in the order of the methods."""
+    from oneround.runs.archive import find_runs
 
     folders = {(method, seed): out / f"{method}-{seed}" for method in CHANGES for seed in seeds}
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
@@ -117,48 +117,48 @@ def measure_all(seeds: Sequence[int], out: Path, more: Mapping[str, Any]) -> lis
 # --- what a run shows --------------------------------------------------------------------------------------------------
 
 
-def weights(run: Run) -> list[list[float]]:
+def weights(run: RunRecord) -> list[list[float]]:
     """Raw λ of every client, epoch by epoch."""
-    return [list(by.values()) for by in run.traces["lambda_raw"].values()]
+    return [list(by.values()) for by in run.trace("lambda_raw").values()]
 
 
-def largest(run: Run) -> list[float]:
+def largest(run: RunRecord) -> list[float]:
     """λ of the client whose λ is largest at the end."""
     return max(weights(run), key=lambda values: values[-1])
 
 
-def growth(run: Run) -> float:
+def growth(run: RunRecord) -> float:
     """The most that a client's λ grew from its first to its last epoch, as a factor."""
     return max(values[-1] / values[0] for values in weights(run))
 
 
-def accuracy(run: Run) -> dict[int, float]:
+def accuracy(run: RunRecord) -> dict[int, float]:
     """Of the fused model, in percent, at every snapshot."""
-    return {epoch: 100 * value for epoch, value in run.result.curves["iffi"].items()}
+    return {epoch: 100 * value for epoch, value in run.curves["iffi"].items()}
 
 
-def peak(run: Run) -> float:
+def peak(run: RunRecord) -> float:
     return max(accuracy(run).values())
 
 
-def final(run: Run) -> float:
+def final(run: RunRecord) -> float:
     """Accuracy after the last epoch."""
     return accuracy(run)[max(accuracy(run))]
 
 
-def drop(run: Run) -> float:
+def drop(run: RunRecord) -> float:
     """Points from the peak to the end."""
     return peak(run) - final(run)
 
 
-def in_words(run: Run) -> str:
+def in_words(run: RunRecord) -> str:
     return f"{run.method}, seed {run.partition_seed}: {final(run):.1f} %, peak {peak(run):.1f} %"
 
 
 # --- the claims --------------------------------------------------------------------------------------------------------
 
 
-def broken(run: Run) -> list[str]:
+def broken(run: RunRecord) -> list[str]:
     """The claims that this run does not bear out, in words."""
     where = f"{run.method}, seed {run.partition_seed}"
     if not all(map(math.isfinite, (growth(run), drop(run)))):
@@ -173,9 +173,9 @@ def broken(run: Run) -> list[str]:
     return wrong
 
 
-def verdicts(runs: Iterable[Run]) -> list[tuple[str, bool]]:
+def verdicts(runs: Iterable[RunRecord]) -> list[tuple[str, bool]]:
     """A line for each method, and whether its claim holds on every seed."""
-    by_method: dict[str, list[Run]] = {}
+    by_method: dict[str, list[RunRecord]] = {}
     for run in runs:
         by_method.setdefault(run.method, []).append(run)
     lines = []
@@ -192,11 +192,11 @@ def verdicts(runs: Iterable[Run]) -> list[tuple[str, bool]]:
 
 def thresholds() -> list[float]:
     """The λ above which SGD on the prototypes is unstable, epoch by epoch: it rises as the learning rate falls."""
+    from oneround.config.load import load
     from oneround.data import load_dataset
-    from oneround.learning.alignment import instability_threshold
-    from oneround.learning.loop import learning_rate
     from oneround.models.encoders import encoders
-    from oneround.reading import load
+    from oneround.training.alignment.aligner import instability_threshold
+    from oneround.training.loop import learning_rate
 
     recipe = load(EXPLODES, overrides(EXPLODES, 1).items())
     assert recipe.model.encoder is not None
@@ -209,18 +209,18 @@ def thresholds() -> list[float]:
     ]
 
 
-def draw(runs: Sequence[Run], limits: Sequence[float], path: Path) -> None:
+def draw(runs: Sequence[RunRecord], limits: Sequence[float], path: Path) -> None:
     """λ above, accuracy below, against epochs; a colour for each method, a line for each seed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.2, 6.4), layout="constrained")
     above, below = figure.subplots(2, sharex=True)
-    told: set[str] = set()
+    labelled: set[str] = set()
     for run in reversed(runs):  # V12 on top
         method = run.method
         style: dict[str, Any] = {"color": COLOURS[method], "linewidth": 1.4, "alpha": 0.85}
-        label = None if method in told else LABELS[method]
-        told.add(method)
+        label = None if method in labelled else LABELS[method]
+        labelled.add(method)
         values, curve = largest(run), accuracy(run)
         above.plot(range(1, len(values) + 1), values, label=label, **style)
         below.plot(list(curve), list(curve.values()), marker="o", markersize=3, **style)
@@ -262,10 +262,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/explosion"))
     options = parser.parse_args(arguments)
-    from oneround.compare import compare
-    from oneround.finished import keep
-    from oneround.layouts import peaks_sheet
-    from oneround.reading import parse_override
+    from oneround.analysis.comparison import compare
+    from oneround.analysis.tables import peaks_sheet
+    from oneround.config.load import parse_override
+    from oneround.runs.archive import keep
 
     more = dict(parse_override(text) for text in options.sets)
     try:

@@ -31,8 +31,8 @@ def train(message: Message, context: Context) -> Message:
     net = network(16)
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())
     train_on(net, slice(int(context.node_config["partition-id"]), 1500, 3))
-    told = {"arrays": ArrayRecord(net.state_dict()), "metrics": MetricRecord({"num-examples": 500})}
-    return Message(RecordDict(told), reply_to=message)
+    content = {"arrays": ArrayRecord(net.state_dict()), "metrics": MetricRecord({"num-examples": 500})}
+    return Message(RecordDict(content), reply_to=message)
 
 
 @server.main()

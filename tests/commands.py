@@ -10,15 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from oneround.crew import forked_from, hidden_main
+from oneround.processes import forked_from, hidden_main
 
 PATIENCE = 300  # seconds
+SMALL = ["--set", "model.encoder.width=4", "--set", "local.workers=1", "--set", "training.batch_size=64"]
+"""Options of a run that trains next to nothing."""
 
 
 def oneround(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """`oneround` with these words in a folder: its exit code and what it said."""
-    with TemporaryDirectory() as told, hidden_main():
-        files = [Path(told, name) for name in ("stdout", "stderr")]
+    with TemporaryDirectory() as output_dir, hidden_main():
+        files = [Path(output_dir, name) for name in ("stdout", "stderr")]
         process = forked_from("oneround.cli").Process(
             target=_be, args=(words, cwd or Path.cwd(), {**os.environ}, files)
         )
@@ -38,7 +40,6 @@ def _be(words: Sequence[str], cwd: Path, environment: dict[str, str], files: Seq
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["oneround", *words]
-    sys.path.insert(0, str(cwd))
     runpy.run_module("oneround.cli", run_name="__main__", alter_sys=True)
 
 

@@ -1,4 +1,4 @@
-"""Whether numbers look like noise."""
+"""Statistical tests of masked numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def looks_uniform(numbers: np.ndarray) -> bool:
 
 
 def ignores(numbers: np.ndarray, plain: np.ndarray) -> bool:
-    """64-bit numbers that look like noise and have nothing to do with the data they are said to hide."""
+    """Whether 64-bit numbers look like noise and are uncorrelated with the data they mask."""
     share = np.ascontiguousarray(numbers).reshape(-1).view(np.uint64) / 2.0**64
     far = 5 / np.sqrt(plain.size)
     alike = np.ptp(plain) and abs(float(np.corrcoef(share, plain.reshape(-1))[0, 1]))

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+import mergenet
+import ridge
+import routed
+from study import measured_on, together
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import mergenet  # noqa: E402
-import ridge  # noqa: E402
-import routed  # noqa: E402
 
 SMALL = [
     "--student",
@@ -33,6 +34,13 @@ def study(name: str, *words: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+def test_pages_leave_out_a_commit_that_is_not_known() -> None:
+    environment = {"device": "a cpu", "packages": {"torch": "2.0"}, "commit": None}
+    assert measured_on(environment, [None, None]) == "device: a cpu; torch 2.0"
+    assert measured_on(environment, ["b", None, "a"]) == "device: a cpu; torch 2.0; commits a, b"
+    assert together([environment, {**environment, "commit": "a"}])["commit"] == "a"
+
+
 @pytest.mark.parametrize("method", mergenet.METHODS)
 def test_every_method_of_the_mergenet_study_is_a_recipe(method: str) -> None:
     recipe = mergenet.recipe_of((method, 0.5, 1), mergenet.options_of([]))
@@ -40,6 +48,7 @@ def test_every_method_of_the_mergenet_study_is_a_recipe(method: str) -> None:
     assert recipe.rounds * recipe.training.epochs == 15
 
 
+@pytest.mark.release
 def test_the_mergenet_study_measures_every_method_once_and_goes_on(tmp_path: Path) -> None:
     where = ["--data", "digits", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "alpha_0.5"), *SMALL]
     words = [*where, "--alphas", "0.5", "--seeds", "1", "--rounds", "3", "--clients", "2"]
@@ -56,8 +65,8 @@ def test_the_mergenet_study_measures_every_method_once_and_goes_on(tmp_path: Pat
     (tmp_path / "older.json").write_text(json.dumps({**record, "arguments": "--seeds 1"}))
     other = {**record, "rounds": 9, "environment": {**record["environment"], "device": "another"}}
     (tmp_path / "other.json").write_text(json.dumps(other))
-    told = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "mergenet.py"), "--join", made, str(tmp_path / "other.json")], capture_output=True, text=True, check=False)  # fmt: skip
-    assert told.returncode == 1 and "rounds = 9" in told.stderr and "it is 3" in told.stderr
+    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "mergenet.py"), "--join", made, str(tmp_path / "other.json")], capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 1 and "rounds = 9" in done.stderr and "it is 3" in done.stderr
     (tmp_path / "other.json").write_text(json.dumps({**other, "rounds": 3}))
     study("mergenet", "--join", str(tmp_path / "older.json"), str(tmp_path / "other.json"), "--out", str(tmp_path / "both"))  # fmt: skip
     both = json.loads((tmp_path / "both.json").read_text())
@@ -93,11 +102,12 @@ def test_experts_are_compared_on_the_partitions_they_share() -> None:
     assert "| 10 | 20 |" in lengths[0] and lengths[2] == "| 0.1 | cross-entropy | routed | 21.0 | 42.0 |"
 
 
+@pytest.mark.release
 def test_routed_experts_are_measured_and_their_uploads_scored_in_every_encoding(tmp_path: Path) -> None:
     small = ["--set", "model.encoder={kind: cnn, width: 4}", "--set", "sums.features.size=64"]
     where = ["--data", "digits", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "routed")]
-    told = study("routed", *where, *small, "--epochs", "1", "--experts", "fafi", "--alphas", "0.5", "--partitions", "1", "2")  # fmt: skip
-    assert told[-1].startswith("2 of 2 runs")
+    lines = study("routed", *where, *small, "--epochs", "1", "--experts", "fafi", "--alphas", "0.5", "--partitions", "1", "2")  # fmt: skip
+    assert lines[-1].startswith("2 of 2 runs")
     assert "partitions 1, 2" in (tmp_path / "routed.md").read_text()
     parts = []
     for run in sorted((tmp_path / "runs").iterdir()):

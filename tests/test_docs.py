@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from commands import bad, good
-from oneround.federate.sites import SiteFile
-from oneround.finished import find_runs, keys_of
-from oneround.reading import checked, load, merge, parse, read_yaml
-from test_readme import BLOCK, ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 import tables
+from commands import bad, good
+from oneround.config.load import checked, load, merge, parse, read_yaml
+from oneround.federate.sites import SiteFile
+from oneround.runs.archive import find_runs
+from oneround.runs.record import keys_of
+from test_readme import BLOCK, ROOT
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
 
@@ -31,17 +32,87 @@ def test_what_a_page_links_to_is_there(name: str) -> None:
         assert (page.parent / target).exists(), target
 
 
+# --- the traces of the design page: "1. `file.py` · `name`, `Class.method` — what happens" -----------------------------
+
+SOURCE = ROOT / "src/oneround"
+TRACE = re.compile(r"^## (Trace: .+?)\n(.*?)(?=^## )", re.MULTILINE | re.DOTALL)
+STEP = re.compile(r"^\d+\. (.+?) — (.+?)(?=^\d+\. |^\n|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def traces() -> dict[str, list[tuple[str, list[str]]]]:
+    """Title → for each step the file and the names in it."""
+    page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    found = {}
+    for title, text in TRACE.findall(page):
+        ticked = [re.findall(r"`([^`]+)`", what) for what, _ in STEP.findall(text)]
+        assert len(ticked) == len(re.findall(r"^\d+\. ", text, re.MULTILINE)), f"{title}: a step of another form"
+        found[title] = [(path, names) for path, *names in ticked]
+    return found
+
+
+def defined_in(path: Path) -> set[str]:
+    """Functions and classes of a module, and methods and fields of its classes as `Class.name`."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for inner in node.body:
+            if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                names.add(f"{node.name}.{inner.name}")
+            elif isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
+                names.add(f"{node.name}.{inner.target.id}")
+    return names
+
+
+def test_the_traces_name_what_is_there() -> None:
+    known = traces()
+    assert len(known) == 3 and all(known.values())
+    for title, steps in known.items():
+        for file, names in steps:
+            path = SOURCE / file
+            assert path.is_file(), f"{title}: {file}"
+            if path.suffix == ".py":
+                assert names, f"{title}: {file} without a name"
+                assert set(names) <= defined_in(path), f"{title}: {file} has no {set(names) - defined_in(path)}"
+
+
+def test_a_method_is_read_in_five_files() -> None:
+    assert len({file for file, _ in traces()["Trace: V9 from YAML to loss"]}) <= 5
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_files_that_a_page_names_are_there(name: str) -> None:
+    page = (ROOT / name).read_text(encoding="utf-8")
+    for path in re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", page):
+        assert (SOURCE / path).is_file() or (ROOT / path).is_file(), path
+
+
+def test_the_layers_of_the_design_page_are_those_of_the_contract() -> None:
+    page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    table = page.partition("## Layers")[2].partition("`methods/`")[0]
+    rows = [
+        re.findall(r"`([a-z_]+)(?:/|\.py)`", row.split("|")[1]) for row in re.findall(r"^\| `.+$", table, re.MULTILINE)
+    ]
+    (layers,) = re.findall(r"^layers = (\[.+?\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert rows == [layer.split(" | ") for layer in ast.literal_eval(layers)]
+
+
 def test_the_worked_example_of_a_new_weight(tmp_path: Path) -> None:
     found = BLOCK.findall((ROOT / "docs/adding-a-method.md").read_text(encoding="utf-8"))
     for _, title, code in found:
         if title:
             (tmp_path / title).write_text(code)
-    assert {title for _, title, _ in found} >= {"my_weights.py", "ratio.yaml", "read_trace.py"}
+    assert {title for _, title, _ in found} >= {"my_weights.py", "ratio.yaml", "my_fusion.py", "read_trace.py"}
 
-    (command,) = [code.split() for kind, _, code in found if kind == "sh"]
+    command, with_rule = (shlex.split(code) for kind, _, code in found if kind == "sh")
     good(*command[1:], cwd=tmp_path)
-    told = [json.loads(line) for line in (tmp_path / "runs/ratio/metrics.jsonl").read_text().splitlines()]
-    weights = [event["lambda_raw"] for event in told if event["event"] == "epoch"]
+    assert "nearest-mean" in good(*with_rule[1:], cwd=tmp_path)
+    hidden = bad(*with_rule[1:-1], "runs/hidden", "--set", "reveal.class_counts=false", cwd=tmp_path)
+    assert "reveal.class_counts" in hidden and "nearest-mean" in hidden
+    events = [json.loads(line) for line in (tmp_path / "runs/ratio/metrics.jsonl").read_text().splitlines()]
+    weights = [event["lambda_raw"] for event in events if event["event"] == "epoch"]
     assert len(set(weights)) > 10 and min(weights) > 0 and max(weights) <= 20
     done = subprocess.run([sys.executable, "read_trace.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == len(weights)
@@ -49,8 +120,8 @@ def test_the_worked_example_of_a_new_weight(tmp_path: Path) -> None:
     assert 'alignment.weight.share = "lots": must be a number' in refused
     guard = "alignment.guard={kind: clamp, most: 0.01}"
     good("run", "ratio.yaml", "--set", guard, "--out", "runs/held", cwd=tmp_path)
-    told = [json.loads(line) for line in (tmp_path / "runs/held/metrics.jsonl").read_text().splitlines()]
-    assert max(event["lambda_effective"] for event in told if event["event"] == "epoch") <= 0.01
+    events = [json.loads(line) for line in (tmp_path / "runs/held/metrics.jsonl").read_text().splitlines()]
+    assert max(event["lambda_effective"] for event in events if event["event"] == "epoch") <= 0.01
 
 
 def test_the_recorded_explosion_has_the_settings_of_the_example() -> None:

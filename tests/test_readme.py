@@ -58,7 +58,7 @@ def test_its_python_runs_and_its_plugin_works(tmp_path: Path) -> None:
 
 
 def test_the_recipe_it_shows_is_valid(tmp_path: Path) -> None:
-    from oneround.reading import load
+    from oneround.config.load import load
 
     for _, text in blocks("README.md", "yaml"):
         (tmp_path / "mine.yaml").write_text(text)

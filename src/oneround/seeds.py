@@ -1,7 +1,7 @@
-"""Randomness, derived from what it is for.
+"""Random generators, derived from their purpose.
 
 Every draw comes from a generator named by (seed, client, epoch, purpose), so results do not depend on the order in which
-clients run or on how many run at once. Generators live on the CPU, so a CPU and a GPU see the same shuffles and crops.
+clients run or on how many run at once. Generators live on the CPU, so a CPU and a GPU use the same shuffles and crops.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 
 
 def derive(seed: int, *purpose: str | int) -> int:
-    """A 63-bit seed for one purpose; different purposes are independent for all practical ends."""
-    text = "/".join([str(seed), *(str(word) for word in purpose)])
+    """A 63-bit seed for one purpose; different purposes give independent streams."""
+    text = "/".join([str(seed), *(str(part) for part in purpose)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

@@ -1,10 +1,10 @@
-"""A site is who runs an act: its name, its data, a folder for its state, and how its machine works."""
+"""A site runs an act: its name, its data, a folder for its state and its machine's settings."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,17 +12,18 @@ from typing import Any, Protocol
 
 import torch
 
+from oneround.config.parts import Strict
+from oneround.config.recipe import Local
 from oneround.data import Images
 from oneround.errors import RecipeError, RunError
-from oneround.parts import Strict
-from oneround.recipe import Local
+from oneround.session import ScoringSession
 
-SMALL = 2_000_000  # parameters: below, one thread per client and clients side by side are fastest
-BESIDE_A_GPU = 4  # threads: the CPU only adds and writes; more of them wait for each other where runs share a machine
+SMALL = 2_000_000  # parameters; below this, one thread per client with clients in parallel is fastest
+GPU_HOST_THREADS = 4  # CPU threads of a run on a GPU: more would only compete with other runs on the machine
 
 
 class Masks(Protocol):
-    """What a site masks its sums with (`sums.masks.Masker`)."""
+    """Masks a site's sums (`privacy.masks.Masker`)."""
 
     secrets: dict[str, bytes]
 
@@ -37,16 +38,22 @@ class Site:
     data: Images | None = None
     """Its own images: a client's samples, the server's public ones."""
     folder: Path | None = None
-    """Where state is kept between epochs; None: nothing is kept, a restart begins anew."""
+    """Folder of the state between epochs; None: no state is kept, and a restart starts over."""
     local: Local = field(default_factory=Local)
-    told: Mapping[str, float] = field(default_factory=dict)
-    """What a simulation tells it about the other sites while they train; nothing in a real federation."""
+    consensus: float = 1.0
+    """Spread of the clients' prototypes relative to the first epoch: known in a simulation, 1 in a real federation."""
     deadline: float | None = None
-    """When to stop between two epochs (`time.time()`), to go on later."""
+    """When to stop between two epochs (`time.time()`); a later call resumes."""
     validation: Images | None = None
-    """Images to choose by, never trained on: the server's, or held back by the clients of a simulation."""
+    """Images for model selection, never trained on: the server's, or held out by the clients of a simulation."""
     masker: Masks | None = field(default=None, repr=False)
-    """What puts its sums under masks, where the recipe says so."""
+    """Masks its sums, where the recipe asks for it."""
+    session: ScoringSession = field(default_factory=ScoringSession, repr=False, compare=False)
+    """Values that scoring at this site has already computed."""
+
+    def __post_init__(self) -> None:
+        if self.folder is not None:  # a plain string is accepted
+            object.__setattr__(self, "folder", Path(self.folder))
 
     @property
     def device(self) -> torch.device:
@@ -59,17 +66,17 @@ class Site:
             return self.device.type == "cuda" and torch.cuda.is_bf16_supported()
         return self.local.precision == "bf16"
 
-    def kept_for(self, options: Strict) -> Path:
-        """The folder in which the server keeps what belongs to these options from round to round."""
+    def state_folder(self, options: Strict) -> Path:
+        """The folder of the state that the server keeps for these options from round to round."""
         if self.folder is None:
-            raise RunError(f"{self.name}: what is kept between rounds needs a folder; give this site one")
+            raise RunError(f"{self.name}: state between rounds needs a folder; give this site one")
         return self.folder / "server" / hashlib.sha256(options.model_dump_json().encode()).hexdigest()[:8]
 
     @contextmanager
     def arithmetic(self, parameters: int, *, search: bool = False) -> Iterator[None]:
-        """Threads and determinism for the length of an act on a network of that size; as before afterwards.
+        """Set threads and determinism for one act on a network of that size, and restore them afterwards.
 
-        `search`: let a GPU try every way to convolve first, which takes seconds and pays only where a network is trained.
+        `search`: let cuDNN benchmark its convolutions first, which takes seconds and pays only where a network is trained.
         """
         before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
         torch.set_num_threads(threads_per_client(self.local, parameters))
@@ -81,7 +88,7 @@ class Site:
             yield
         finally:
             torch.set_num_threads(before[0])
-            if self.local.deterministic:  # not for nothing: the call loads PyTorch's compiler, which takes a second
+            if self.local.deterministic:  # only if needed: the call loads PyTorch's compiler, which takes a second
                 torch.use_deterministic_algorithms(before[1])
             torch.backends.cudnn.benchmark = before[2]
 
@@ -92,23 +99,31 @@ def threads_per_client(local: Local, parameters: int) -> int:
         return local.threads
     cores = os.cpu_count() or 1
     if choose_device(local.device).type != "cpu":
-        return min(BESIDE_A_GPU, cores)
+        return min(GPU_HOST_THREADS, cores)
     return 1 if parameters < SMALL else cores
 
 
-def choose_device(wanted: str) -> torch.device:
+def num_workers(local: Local, parameters: int, clients: int) -> int:
+    """Number of clients to train at once."""
+    if choose_device(local.device).type != "cpu":
+        return 1
+    cores = os.cpu_count() or 1
+    return min(clients, local.workers or max(1, cores // threads_per_client(local, parameters)))
+
+
+def choose_device(name: str) -> torch.device:
     """The device named in a recipe's local half; auto: a GPU when there is one."""
-    if wanted == "auto":
+    if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(wanted)
+        device = torch.device(name)
     except RuntimeError:
-        raise RecipeError(f"local.device = {wanted}: unknown; use auto, cpu, mps, cuda or cuda:0") from None
-    there = (
+        raise RecipeError(f"local.device = {name}: unknown; use auto, cpu, mps, cuda or cuda:0") from None
+    available = (
         torch.cuda.device_count()
         if device.type == "cuda"
         else int(device.type == "cpu" or torch.backends.mps.is_available())
     )
-    if there == 0 or (device.index or 0) >= there:
-        raise RecipeError(f"local.device = {wanted}: not on this machine ({there} of that kind); use auto or cpu")
+    if available == 0 or (device.index or 0) >= available:
+        raise RecipeError(f"local.device = {name}: not on this machine ({available} of that kind); use auto or cpu")
     return device

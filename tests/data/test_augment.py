@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from oneround.config.sections import Augment
 from oneround.data import augment
 from oneround.data.augment import COLUMNS, FLIP, RATIO, crop, draw, recolour, views
-from oneround.sections import Augment
 
 STILL = Augment(crop_scale=[1.0, 1.0], crop_ratio=[1.0, 1.0], flip=0.0, jitter=0.0, greyscale=0.0)
 LUMA = torch.tensor([0.299, 0.587, 0.114])
@@ -38,8 +38,8 @@ def test_a_crop_is_torch_s_own_enlargement_of_that_piece(left: int, top: int, si
     options = STILL.model_copy(update={"crop_scale": [(side / size) ** 2] * 2})
     drawn = numbers(4, AREA=0.0, LEFT=left / (size - side), TOP=top / (size - side))
     piece = whole[:, :, top : top + side, left : left + side]
-    wanted = F.interpolate(piece, size=(size, size), mode="bilinear", align_corners=False)
-    assert torch.allclose(crop(whole, drawn, options), wanted, atol=1e-5)
+    expected = F.interpolate(piece, size=(size, size), mode="bilinear", align_corners=False)
+    assert torch.allclose(crop(whole, drawn, options), expected, atol=1e-5)
 
 
 def test_a_mirror_is_a_mirror() -> None:
@@ -47,9 +47,9 @@ def test_a_mirror_is_a_mirror() -> None:
     whole = images(2)
     drawn = numbers(2)
     drawn[:, FLIP] = torch.tensor([0.4, 0.6])
-    seen = crop(whole, drawn, options)
-    assert torch.allclose(seen[0], whole[0].flip(-1), atol=1e-6)
-    assert torch.allclose(seen[1], whole[1], atol=1e-6)
+    view = crop(whole, drawn, options)
+    assert torch.allclose(view[0], whole[0].flip(-1), atol=1e-6)
+    assert torch.allclose(view[1], whole[1], atol=1e-6)
 
 
 def test_area_and_ratio_cover_their_ranges() -> None:
@@ -98,18 +98,18 @@ def test_hue_turns_the_colour_and_keeps_the_luminance() -> None:
 
 def test_greyscale_has_equal_channels() -> None:
     options = STILL.model_copy(update={"greyscale": 1.0})
-    seen = recolour(images(), numbers(4, GREY=0.0), options)
-    assert torch.allclose(seen[:, 0], seen[:, 1], atol=1e-5) and torch.allclose(seen[:, 0], seen[:, 2], atol=1e-5)
-    assert torch.allclose(seen[:, 0], torch.einsum("nchw,c->nhw", images(), LUMA), atol=1e-5)
+    view = recolour(images(), numbers(4, GREY=0.0), options)
+    assert torch.allclose(view[:, 0], view[:, 1], atol=1e-5) and torch.allclose(view[:, 0], view[:, 2], atol=1e-5)
+    assert torch.allclose(view[:, 0], torch.einsum("nchw,c->nhw", images(), LUMA), atol=1e-5)
 
 
 def test_grey_images_take_brightness_and_contrast_only() -> None:
     one = images(channels=1)
     strong = Augment(flip=0.0, jitter=1.0)
-    seen = recolour(
+    view = recolour(
         one, numbers(4, JITTER=0.0, BRIGHTNESS=0.5, CONTRAST=0.5, SATURATION=1.0, HUE=1.0, GREY=0.0), strong
     )
-    assert torch.allclose(seen, one, atol=1e-6)
+    assert torch.allclose(view, one, atol=1e-6)
 
 
 def test_each_sample_has_its_own_view_unless_a_batch_shares_one() -> None:
@@ -125,6 +125,6 @@ def test_how_often_what_happens() -> None:
     drawn = draw(4000, torch.Generator().manual_seed(2))
     white = torch.ones(4000, 3, 8, 8)
     white[:, 1:] = 0.2
-    seen = recolour(white, drawn, Augment(flip=0.0, jitter=0.0, greyscale=0.2))
-    grey = (seen[:, 0] - seen[:, 1]).abs().amax((1, 2)) < 1e-4
+    view = recolour(white, drawn, Augment(flip=0.0, jitter=0.0, greyscale=0.2))
+    grey = (view[:, 0] - view[:, 1]).abs().amax((1, 2)) < 1e-4
     assert abs(float(grey.float().mean()) - 0.2) < 0.03

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from oneround.data import own_images
+from oneround.data import datasets, own_images
 from oneround.errors import DataError, RecipeError
 
 NAMES, SHAPE = ("cat", "dog"), (1, 8, 10)
@@ -38,6 +38,31 @@ def test_of_a_folder_with_parts_only_the_training_part_is_taken(tmp_path: Path) 
     pictures(tmp_path / "train", "dog")
     pictures(tmp_path / "test", "cat")
     assert own_images(str(tmp_path), NAMES, SHAPE, {}).labels.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("train", "test"), [("train", "test"), ("training", "testing"), ("Train", "Test"), ("TRAINING", "val")]
+)
+def test_names_of_parts_are_the_same_for_a_site_as_for_a_run(tmp_path: Path, train: str, test: str) -> None:
+    """`oneround federate client --data FOLDER` and `oneround run --data FOLDER` read a folder alike."""
+    pictures(tmp_path / train, "dog", "cat")
+    pictures(tmp_path / test, "cat")
+    assert sorted(own_images(str(tmp_path), NAMES, SHAPE, {}).labels.tolist()) == [0, 0, 1, 1]
+    dataset = datasets.parse("images").load(tmp_path)
+    assert dataset.class_names == NAMES and sorted(dataset.train.labels.tolist()) == [0, 0, 1, 1]
+    assert dataset.test.labels.tolist() == [0, 0]
+
+
+def test_a_part_name_above_some_images_only_is_a_class(tmp_path: Path) -> None:
+    pictures(tmp_path, "Train", "dog")
+    assert own_images(str(tmp_path), ("Train", "dog"), SHAPE, {}).labels.tolist() == [0, 0, 1, 1]
+    assert datasets.parse({"kind": "images", "held_out": 0.5}).load(tmp_path).class_names == ("Train", "dog")
+
+
+def test_a_site_without_training_images_says_so(tmp_path: Path) -> None:
+    pictures(tmp_path / "test", "dog")
+    with pytest.raises(DataError, match=r"no training image in it; expected train/CLASS/image\.png"):
+        own_images(str(tmp_path), NAMES, SHAPE, {})
 
 
 @pytest.mark.parametrize("labels", [np.array(["dog", "cat", "dog"]), np.array([0, 1, 0])], ids=["names", "numbers"])

@@ -15,22 +15,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from puppets import Puppet
 
 from commands import bad, good
 from conftest import small_recipe
 from oneround import acts
+from oneround.config.recipe import Local, Recipe
 from oneround.data import Dataset
 from oneround.federate.keys import KeyFolder
-from oneround.federate.operating import write_site
+from oneround.federate.launch import write_site
 from oneround.federate.processes import Child, SuperLink, free_port, supernode, write_app
 from oneround.federate.sites import SiteFile
-from oneround.folder import RunFolder
 from oneround.protocol import Upload, blob
-from oneround.recipe import Local, Recipe
-from oneround.runs import Plan, Result
+from oneround.runs.folder import RunFolder
+from oneround.runs.result import Result
+from oneround.server.plan import DealtPlan
 from oneround.simulate import run as simulate
 from oneround.site import Site
+from puppets import Puppet
 
 PATIENCE = 200.0  # a busy machine takes its time; nothing here waits longer than it must
 
@@ -62,16 +63,16 @@ class Federation:
     def address(self) -> str:
         return f"127.0.0.1:{self.link.port}"
 
-    def puppet(self, answer: bytes, ready: bool = True, rude: bool = False) -> Puppet:
+    def puppet(self, answer: bytes, ready: bool = True, rude: bool = False, half: bool = False) -> Puppet:
         """A site that sends these bytes."""
-        self.started.append(puppet := Puppet(self.address, answer, ready, rude))
+        self.started.append(puppet := Puppet(self.address, answer, ready, rude, half))
         return puppet
 
     def site(self, name: str, share: int) -> Child:
         """A SuperNode with the real ClientApp, which saves its state every epoch."""
-        place = self.folder / name
-        told = SiteFile(name=name, share=share, folder=place, local=Local(checkpoint_seconds=0.0))
-        self.started.append(node := supernode(self.address, write_site(told), place / "flower", None, None).start())
+        folder = self.folder / name
+        site = SiteFile(name=name, share=share, folder=folder, local=Local(checkpoint_seconds=0.0))
+        self.started.append(node := supernode(self.address, write_site(site)).start())
         return node
 
     def serve(self, recipe: Recipe, out: Path) -> Child:
@@ -91,9 +92,9 @@ def open_link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
 
 @pytest.fixture
 def federation(open_link: SuperLink, tmp_path: Path) -> Iterator[Federation]:
-    told = Federation(open_link, tmp_path)
-    yield told
-    for one in told.started:
+    federation = Federation(open_link, tmp_path)
+    yield federation
+    for one in federation.started:
         one.stop()
 
 
@@ -117,7 +118,7 @@ def commands(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def ended(run: Child) -> None:
-    wait_for(lambda: run.ended, run.said)
+    wait_for(lambda: run.ended, run.read_output)
 
 
 def log_of(out: Path) -> str:
@@ -126,7 +127,7 @@ def log_of(out: Path) -> str:
 
 def trained(recipe: Recipe, digits: Dataset, clients: list[int]) -> dict[str, Upload]:
     """What honest sites would upload, made here without any network."""
-    plan = Plan.of(recipe, digits)
+    plan = DealtPlan.of(recipe, digits)
     broadcast = plan.prepare()
     return {
         name: acts.train(broadcast, Site(name, digits.train.take(plan.split.clients[number])))
@@ -195,27 +196,35 @@ def test_commands_keys_and_the_same_uploads_as_a_simulation(
     assert mallory.wait(PATIENCE) == 1
     assert "speaks for client_000 but its key is registered for mallory" in " ".join(mallory.stderr.read().split())
     for process in clients:
-        told, wrong = process.communicate(timeout=PATIENCE)
+        output, wrong = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, wrong
-        assert re.search(r"the server says: client_00\d: upload of .* counted \(\d of 2\)", " ".join(told.split())), (
-            told
+        assert re.search(r"the server says: client_00\d: upload of .* counted \(\d of 2\)", " ".join(output.split())), (
+            output
         )
-        assert "done" in told.splitlines()[-1]
-    told, wrong = server.communicate(timeout=PATIENCE)
+        assert "done" in output.splitlines()[-1]
+    output, wrong = server.communicate(timeout=PATIENCE)
     assert server.returncode == 0, wrong
-    assert "encrypted, for the keys of client_000, client_001, mallory" in " ".join(told.split())
+    assert "encrypted, for the keys of client_000, client_001, mallory" in " ".join(output.split())
     simulate(recipe, tmp_path / "simulated", data=digits)
     assert_same(RunFolder(out).uploads(), RunFolder(tmp_path / "simulated").uploads())
-    here, there = result(tmp_path / "simulated"), result(out)
-    assert [here[key] for key in ("recipe_digest", "partition")] == [
-        there[key] for key in ("recipe_digest", "partition")
+    simulated, federated = result(tmp_path / "simulated"), result(out)
+    assert [simulated[key] for key in ("recipe_digest", "partition")] == [
+        federated[key] for key in ("recipe_digest", "partition")
     ]
     for rule, score in Result.read(out).rules.items():
         assert score == pytest.approx(Result.read(tmp_path / "simulated").rules[rule], abs=0.006), rule  # two images
     assert [path.name.partition(".")[0] for path in (out / "quarantine").iterdir()] == ["mallory"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda how: how.name)
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.release),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.release),
+        signal.SIGKILL,
+    ],
+    ids=lambda how: how.name,
+)
 def test_a_server_that_ends_leaves_no_process_behind_and_can_be_started_again(
     tmp_path: Path, commands: Callable[..., subprocess.Popen[str]], how: signal.Signals
 ) -> None:
@@ -228,7 +237,7 @@ def test_a_server_that_ends_leaves_no_process_behind_and_can_be_started_again(
     server.send_signal(how)
     _, wrong = server.communicate(timeout=PATIENCE)
     if how != signal.SIGKILL:
-        assert server.returncode == 130 and "uploads are kept, go on with" in " ".join(wrong.split())
+        assert server.returncode == 130 and "uploads are kept, continue with" in " ".join(wrong.split())
         assert processes_at(tmp_path) == []
         return
     again = commands("server", "recipe.yaml", *words)
@@ -279,14 +288,37 @@ def test_liars_are_refused_and_the_quorum_is_fused_without_the_silent_one(
     federation.puppet(b"", ready=False)  # never answers
     last = federation.puppet(raw, ready=False)
     for name, (_, words) in sent.items():
-        wait_for(lambda words=words: words in log_of(out), lambda name=name: f"{name}: {log_of(out)} {run.said()}")
+        wait_for(
+            lambda words=words: words in log_of(out), lambda name=name: f"{name}: {log_of(out)} {run.read_output()}"
+        )
     last.ready.set()
     ended(run)
-    told = log_of(out)
-    assert "the quorum is here: 2 of 3 uploads, quorum 2" in told
+    log = log_of(out)
+    assert "the quorum is here: 2 of 3 uploads, quorum 2" in log
     assert result(out)["uploads"] == {name: upload.content for name, upload in honest.items()}
     assert result(out)["remarks"] == ["1 of 3 sites are missing: no upload in time"]
-    assert len(list((out / "quarantine").iterdir())) == told.count("(kept in quarantine/") == 6
+    assert len(list((out / "quarantine").iterdir())) == log.count("(kept in quarantine/") == 6
+
+
+def test_a_reply_that_is_announced_and_never_sent_holds_nobody_up(
+    digits: Dataset, federation: Federation, tmp_path: Path
+) -> None:
+    """The SuperLink gives its sender up after 180 s; the others are counted meanwhile."""
+    recipe = small_recipe(partition__clients=3, partition__alpha=0.3, quorum=2, fusion=["iffi"])
+    honest = trained(recipe, digits, [0, 1, 2])
+    out = tmp_path / "out"
+    run = federation.serve(recipe, out)
+    half = federation.puppet(honest.pop("client_002").pack(), half=True)
+    others = [federation.puppet(upload.pack(), ready=False) for upload in honest.values()]
+    wait_for(half.announced.is_set, lambda: log_of(out) + run.read_output())
+    time.sleep(2)  # the server has looked at it
+    began = time.monotonic()
+    for each in others:
+        each.ready.set()
+    ended(run)
+    assert time.monotonic() - began < 60
+    assert "the quorum is here: 2 of 3 uploads, quorum 2" in log_of(out)
+    assert list(result(out)["uploads"]) == sorted(honest)
 
 
 def test_a_killed_client_and_a_killed_server_lose_nothing(
@@ -301,17 +333,18 @@ def test_a_killed_client_and_a_killed_server_lose_nothing(
         fusion=["iffi"],
     )
     expected = trained(recipe, digits, [0, 1, 2])
-    out, place = tmp_path / "out", tmp_path / "client_002"
+    out, site_dir = tmp_path / "out", tmp_path / "client_002"
     run = federation.serve(recipe, out)
     for name in ("client_000", "client_001"):
         federation.puppet(expected[name].pack())
     node = federation.site("client_002", share=2)
     wait_for(
-        lambda: "(2 of 3)" in log_of(out) and list(place.glob("*/state.safetensors")), lambda: log_of(out) + run.said()
+        lambda: "(2 of 3)" in log_of(out) and list(site_dir.glob("*/state.safetensors")),
+        lambda: log_of(out) + run.read_output(),
     )
     node.kill()
-    _kill_trainers(place)
-    (state,) = place.glob("*/state.safetensors")
+    _kill_trainers(site_dir)
+    (state,) = site_dir.glob("*/state.safetensors")
     reached = blob.peek(state, "state")["epoch"]
     assert 1 <= reached < 10, "killed too late to show anything"
     federation.link.child.kill()
@@ -319,24 +352,25 @@ def test_a_killed_client_and_a_killed_server_lose_nothing(
     run = federation.serve(recipe, out)
     node.start()
     ended(run)
-    told, site = log_of(out), (place / "site.log").read_text()
-    assert "2 uploads are here already: client_000, client_001" in told
+    log, site = log_of(out), (site_dir / "site.log").read_text()
+    assert "2 uploads are here already: client_000, client_001" in log
     assert_same(RunFolder(out).uploads(), expected.values())
     assert list(result(out)["uploads"].items())[:2] == [(name, expected[name].content) for name in sorted(expected)[:2]]
     assert site.count(" epoch 1:") == 1 and site.count(" epoch 10:") == 1
 
 
-def _kill_trainers(place: Path) -> None:
+def _kill_trainers(site_dir: Path) -> None:
     """The training process ends with its SuperNode; be sure that it has."""
     before = -1
     while True:
-        size = (place / "site.log").stat().st_size
+        size = (site_dir / "site.log").stat().st_size
         if size == before:
             return
         before = size
         time.sleep(1)
 
 
+@pytest.mark.release
 def test_the_deadline_fuses_what_is_there_and_a_late_upload_is_kept(
     digits: Dataset, federation: Federation, tmp_path: Path
 ) -> None:

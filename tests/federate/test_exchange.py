@@ -1,125 +1,32 @@
-"""The exchange of messages, in one process: same uploads as a simulation, and what the server does when sites misbehave."""
+"""The exchange of messages in one process: who is asked, who is asked again, and replies that come in parts."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from flwr.app import Context, Error, Message
 from flwr.common.constant import ErrorCode
+from flwr.common.serde import message_to_proto
+from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.superlink.grid.http_grid import HttpGrid
+
+from federation import NOW, SHARES, Moody, deadline_when, log_of, own_sites, result, three
 from inprocess import InProcess
-
-from commands import bad, good
-from conftest import small_recipe
 from oneround.data import Dataset
-from oneround.errors import RecipeError, RunError
-from oneround.federate.carrying import COUNTED, TRAIN, parcel, words_of
-from oneround.federate.client import app as client_app
-from oneround.federate.reception import Desk
-from oneround.federate.server import Pace, serve
-from oneround.reading import change, load
-from oneround.recipe import Recipe
-from oneround.runs import Result
-from oneround.simulate import run as simulate
-
-NOW = Pace(poll=0.01, patience=0.0, farewell=0.0)
-SHARES: dict[int, dict[str, Any]] = {10 + k: {"partition-id": k, "num-partitions": 3} for k in range(3)}
+from oneround.errors import RunError
+from oneround.federate.exchange import ReplyPuller
+from oneround.federate.intake import UploadIntake
+from oneround.federate.messages import COUNTED, TRAIN, blob_of, pack_message
+from oneround.federate.server_app import Pace, serve
 
 
-def three(**changes: Any) -> Recipe:
-    return small_recipe(partition__clients=3, partition__alpha=0.3, local__workers=1, **changes)
-
-
-def result(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "result.json").read_text())
-
-
-def log_of(folder: Path) -> str:
-    return (folder / "run.log").read_text()
-
-
-def deadline_when(patch: pytest.MonkeyPatch, true: Callable[[Desk], bool]) -> None:
-    """Let the recipe's deadline pass at a moment of the test's choice, however slow the machine is."""
-    patch.setattr(Desk, "waited", property(lambda desk: 1e9 if true(desk) else 0.0))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"upload__encoding": "int8"},
-        {"upload__encoding": "fp16"},
-        {"reveal__class_counts": False, "fusion": ["iffi", "average"]},
-    ],
-    ids=["plain", "int8", "fp16", "hidden"],
-)
-def test_the_same_uploads_and_scores_as_a_simulation(digits: Dataset, tmp_path: Path, changes: dict[str, Any]) -> None:
-    recipe = three(**changes)
-    simulate(recipe, tmp_path / "simulated", data=digits)
-    serve(InProcess(SHARES), recipe, tmp_path / "carried", NOW)
-    here, there = result(tmp_path / "simulated"), result(tmp_path / "carried")
-    for key in ("recipe_digest", "partition", "uploads", "rules", "clients", "remarks"):
-        assert here[key] == there[key], key
-    assert Result.read(tmp_path / "carried").curves == Result.read(tmp_path / "simulated").curves
-    sizes = {path.stem: path.stat().st_size for path in (tmp_path / "carried" / "uploads").iterdir()}
-    assert {name: told["up"] for name, told in there["traffic"].items()} == sizes
-
-
-SMALL: dict[str, Any] = {"model.encoder": {"kind": "cnn", "width": 4}, "training.epochs": 1, "training.batch_size": 64}
-FEW = {"sums.features": {"kind": "patches", "size": 96}}
-
-
-@pytest.mark.parametrize(
-    ("preset", "more"),
-    [
-        ("v12", SMALL),
-        ("bank", {**SMALL, "bank.teacher_epochs": 1}),
-        ("ridge", FEW),
-        ("routed", {**SMALL, **FEW}),
-        ("fafi+distilled", {**SMALL, "fusion.0.epochs": 1}),
-        ("split", {**SMALL, "label_noise": {"clients": 1, "share": 0.5}}),
-    ],
-)
-def test_every_kind_of_method_comes_through_as_in_a_simulation(
-    digits: Dataset, tmp_path: Path, preset: str, more: dict[str, Any]
-) -> None:
-    recipe = load(preset, {**more, "partition.clients": 3, "partition.alpha": 1.0, "local.workers": 1}.items())
-    simulate(recipe, tmp_path / "simulated", data=digits)
-    serve(InProcess(SHARES), recipe, tmp_path / "carried", NOW)
-    here, there = result(tmp_path / "simulated"), result(tmp_path / "carried")
-    assert here["uploads"] == there["uploads"] and here["rules"] == there["rules"]
-
-
-def test_what_only_a_simulation_can_do_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"alignment.schedule = consensus: .*only a simulation"):
-        serve(InProcess(SHARES), three(alignment={"schedule": "consensus"}), tmp_path / "run", NOW)
-
-
-def test_a_quorum_nobody_can_reach_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"quorum = 4: must be ≤ 3, the number of sites"):
-        serve(InProcess(SHARES), three(quorum=4), tmp_path / "run", NOW)
-
-
-class Moody:
-    """The ClientApp, except for one node, whose instructions go wrong so many times."""
-
-    def __init__(self, node: int, error: int | None, times: int) -> None:
-        self.node, self.error, self.left = node, error, times
-        self.trained = 0
-
-    def __call__(self, message: Message, context: Context) -> Message | None:
-        train = message.metadata.message_type == TRAIN
-        if train and context.node_id == self.node and self.left:
-            self.left -= 1
-            return None if self.error is None else Message(Error(self.error, "out of memory"), reply_to=message)
-        self.trained += train
-        return client_app(message, context)
-
-
+@pytest.mark.slow
 def test_a_lost_instruction_is_pushed_again(tmp_path: Path) -> None:
     moody = Moody(11, None, times=1)
     serve(InProcess(SHARES, answer=moody), three(), tmp_path / "run", NOW)
@@ -127,17 +34,18 @@ def test_a_lost_instruction_is_pushed_again(tmp_path: Path) -> None:
     assert len(result(tmp_path / "run")["uploads"]) == 3 and moody.trained == 3
 
 
+@pytest.mark.slow
 def test_a_site_that_fails_is_asked_again_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crashed = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
     serve(InProcess(SHARES, answer=Moody(11, crashed, times=2)), three(), tmp_path / "mended", NOW)
     assert len(result(tmp_path / "mended")["uploads"]) == 3
-    deadline_when(monkeypatch, lambda desk: "given up" in log_of(desk.place.path) and len(desk.held) > 1)
+    deadline_when(monkeypatch, lambda intake: "given up" in log_of(intake.folder.path) and len(intake.received) > 1)
     with pytest.raises(
         RunError, match=r"2 of 3 uploads when the deadline of 60 s passed, quorum = 3; nothing is fused"
     ):
         serve(InProcess(SHARES, answer=Moody(11, crashed, times=99)), three(deadline=60.0), tmp_path / "broken", NOW)
-    told = log_of(tmp_path / "broken")
-    assert told.count("node 11 failed (out of memory)") == 3 and "asked 3 times, given up" in told
+    log = log_of(tmp_path / "broken")
+    assert log.count("node 11 failed (out of memory)") == 3 and "asked 3 times, given up" in log
     assert not (tmp_path / "broken" / "result.json").exists()
     monkeypatch.undo()
     serve(InProcess(SHARES), three(deadline=60.0), tmp_path / "broken", NOW)  # the operator starts it again
@@ -153,7 +61,7 @@ def test_a_site_that_went_away_is_asked_when_it_is_back(tmp_path: Path) -> None:
 
 def test_a_server_started_again_asks_only_for_what_it_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moody = Moody(12, None, times=99)
-    deadline_when(monkeypatch, lambda desk: len(desk.held) == 2 and moody.left < 99)
+    deadline_when(monkeypatch, lambda intake: len(intake.received) == 2 and moody.left < 99)
     with pytest.raises(RunError, match="start the server again to go on waiting"):
         serve(InProcess(SHARES, answer=moody), three(deadline=60.0), tmp_path / "run", NOW)
     kept = {path.name: path.read_bytes() for path in (tmp_path / "run" / "uploads").iterdir()}
@@ -164,109 +72,6 @@ def test_a_server_started_again_asks_only_for_what_it_has_not(tmp_path: Path, mo
     serve(InProcess(SHARES, names, again), three(deadline=60.0), tmp_path / "run", NOW)
     assert again.trained == 1, "two are known by their keys and told that they are counted"
     assert {name: (tmp_path / "run" / "uploads" / name).read_bytes() for name in kept} == kept
-
-
-def test_a_client_keeps_its_upload_and_sends_it_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    nodes = dict(SHARES)
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "site.yaml").write_text(f"name: client_000\nshare: 0\nfolder: {site}\n")
-    nodes[10] = {"site": str(site / "site.yaml")}
-    serve(InProcess(nodes), three(), tmp_path / "first", NOW)
-    serve(InProcess(nodes), three(), tmp_path / "second", NOW)  # a server that lost everything
-    told = (site / "site.log").read_text()
-    assert told.count(" epoch 1:") == 1 and "the upload that was kept is sent again" in told
-    assert result(tmp_path / "first")["uploads"] == result(tmp_path / "second")["uploads"]
-    (kept,) = site.glob("*/upload.safetensors")
-    kept.write_bytes(kept.read_bytes()[:-1])
-    (kept.parent / "state.safetensors").write_bytes(b"torn")
-    serve(InProcess(nodes), three(), tmp_path / "third", NOW)
-    assert result(tmp_path / "third")["uploads"] == result(tmp_path / "first")["uploads"]
-    assert "truncated" in (site / "site.log").read_text()
-    (verdict,) = site.glob("*/counted.json")
-    assert json.loads(verdict.read_text())["counted"] == "yes"
-
-
-def test_nobody_speaks_in_the_name_of_another(tmp_path: Path) -> None:
-    names = {10: "client_000", 11: "client_002", 12: "client_002"}  # whom their keys are registered for
-    serve(InProcess(SHARES, names), three(quorum=2), tmp_path / "run", NOW)
-    assert "client_002: refused, it speaks for client_001 but its key is registered for client_002" in log_of(
-        tmp_path / "run"
-    )
-    assert list(result(tmp_path / "run")["uploads"]) == ["client_000", "client_002"]
-    names = {9: "mallory", 10: "client_000", 11: "client_001", 12: "client_002"}  # who has a key, but no part in this
-    serve(InProcess({9: SHARES[10], **SHARES}, names), three(), tmp_path / "more", NOW)
-    told = log_of(tmp_path / "more")
-    assert "mallory: refused, it speaks for client_000 but its key is registered for mallory" in told
-    assert len(result(tmp_path / "more")["uploads"]) == 3
-
-
-# --- images of the sites' own --------------------------------------------------------------------------------------------
-
-
-def own_sites(digits: Dataset, tmp_path: Path) -> tuple[Recipe, dict[int, dict[str, Any]]]:
-    """Two sites with .npz files whose classes are numbered each in its own way, and a server that has test images only."""
-    names = ["zero", "one", "two"]
-    (tmp_path / "server").mkdir()
-    test = digits.test.labels < 3
-    np.savez(
-        tmp_path / "server" / "test.npz",
-        x=digits.test.pixels[test].numpy(),
-        y=np.array(names)[digits.test.labels[test]],
-    )
-    nodes = {}
-    for number, order in enumerate((["one", "zero"], ["two", "une"])):
-        meant = [names.index({"une": "one"}.get(word, word)) for word in order]
-        mine = [int(at) for at, label in enumerate(digits.train.labels) if int(label) in meant][number::2]
-        labels = np.array([meant.index(int(digits.train.labels[at])) for at in mine])
-        np.savez(tmp_path / f"{number}.npz", x=digits.train.pixels[mine].numpy(), y=labels, class_names=order)
-        file = tmp_path / f"site_{number}.yaml"
-        file.write_text(f"name: site-{number}\ndata: {tmp_path / f'{number}.npz'}\nlabels: {{une: one}}\n")
-        nodes[number] = {"site": str(file)}
-    recipe = small_recipe(
-        data={"kind": "sites", "classes": names, "size": 8, "grey": True}, partition__clients=2, training__epochs=3,
-        training__augment__flip=0.0, fusion=["typicality-gated", "iffi"], local__data_path=str(tmp_path / "server"),
-    )  # fmt: skip
-    return recipe, nodes
-
-
-def test_sites_bring_their_own_images_and_classes_are_matched_by_name(digits: Dataset, tmp_path: Path) -> None:
-    recipe, nodes = own_sites(digits, tmp_path)
-    serve(InProcess(nodes), recipe, tmp_path / "run", NOW)
-    found = result(tmp_path / "run")
-    assert found["rules"]["typicality-gated"]["accuracy"] > 0.8, "matched by number it would be a third at most"
-    assert list(found["uploads"]) == ["site-0", "site-1"]
-
-
-def test_a_server_without_images_makes_the_model_all_the_same(digits: Dataset, tmp_path: Path) -> None:
-    recipe, nodes = own_sites(digits, tmp_path)
-    (tmp_path / "server" / "test.npz").unlink()
-    serve(InProcess(nodes), recipe, tmp_path / "run", NOW)
-    assert "no test images here to score it" in log_of(tmp_path / "run")
-    assert (tmp_path / "run" / "model" / "manifest.json").exists() and result(tmp_path / "run")["rules"] == {}
-    folder = str(tmp_path / "run")
-    assert "no test images here; name some with --data-dir" in bad("evaluate", folder)
-    assert (
-        "typicality-gated"
-        in good("report", folder, "--out", str(tmp_path / "page.html"), cwd=tmp_path)
-        + (tmp_path / "page.html").read_text()
-    )
-    assert "left out: " not in good("diagnose", folder)
-    assert "model written to" in good("fuse", folder, "--rule", "iffi", cwd=tmp_path)
-
-
-def test_a_class_the_recipe_does_not_know_is_told_before_training(
-    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deadline_when(monkeypatch, lambda desk: "does not know" in log_of(desk.place.path))
-    recipe, nodes = own_sites(digits, tmp_path)
-    file = Path(nodes[1]["site"])
-    file.write_text(file.read_text().replace("labels: {une: one}", f"folder: {tmp_path / 'kept'}"))
-    with pytest.raises(RunError, match="1 of 2 uploads"):
-        serve(InProcess(nodes), change(recipe, {"deadline": 1.0}), tmp_path / "run", NOW)
-    told = "the recipe does not know 'une'; it knows 'zero', 'one', 'two'"
-    assert told in log_of(tmp_path / "run") and told in (tmp_path / "kept" / "site.log").read_text()
-    assert "epoch" not in (tmp_path / "kept" / "site.log").read_text()
 
 
 def test_a_site_that_refused_is_asked_again_when_it_comes_back(digits: Dataset, tmp_path: Path) -> None:
@@ -315,17 +120,15 @@ class Visits(InProcess):
 def test_a_site_that_was_given_up_or_whose_upload_was_refused_is_asked_again_when_it_comes_back(tmp_path: Path) -> None:
     run = tmp_path / "run"
     crash = Moody(11, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, times=3)
-    bad_once = iter([parcel({"name": "client_002"}, b"no upload")])
+    bad_once = iter([pack_message({"name": "client_002"}, b"no upload")])
 
     def answer(message: Message, context: Context) -> Message | None:
         lie = next(bad_once, None) if context.node_id == 12 and message.metadata.message_type == TRAIN else None
         return crash(message, context) if lie is None else Message(lie, reply_to=message)
 
     def away(look: int) -> set[int]:
-        told = log_of(run) if look > 1 else ""
-        return ({11} if look == 9 and "given up until it comes back" in told else set()) | (
-            {12} if look == 9 else set()
-        )
+        log = log_of(run) if look > 1 else ""
+        return ({11} if look == 9 and "given up until it comes back" in log else set()) | ({12} if look == 9 else set())
 
     grid = Visits(SHARES, away, answer=answer)
     serve(grid, three(), run, NOW)
@@ -345,34 +148,87 @@ def test_a_counted_site_that_comes_back_is_told_so_and_trains_nothing(tmp_path: 
     assert moody.trained == 4, "asked once more, as it has no registered name, it answers that it is counted"
 
 
-def test_names_of_a_site_s_files_stay_at_the_site(
-    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class HalfSent(HttpGrid):
+    """A SuperLink that has announced the reply "r" to the message "m"; `arrived` has the parts that came, None: given up."""
+
+    def __init__(self, reply: Message) -> None:
+        super().__init__(token="t")
+        self._run, self.node = SimpleNamespace(run_id=1), None
+        self.parts = {key: part.deflate() for key, part in get_all_nested_objects(reply).items()}
+        self.arrived: dict[str, bytes] | None = {}
+        self.reply, self.pulled, self.confirmed = reply, 0, 0
+
+    @property
+    def _runtime_client(self) -> Any:
+        return self
+
+    def PullMessages(self, request: PullAppMessagesRequest) -> PullAppMessagesResponse:
+        if self.pulled:
+            return PullAppMessagesResponse()
+        self.pulled += 1
+        self.reply.metadata.__dict__["_message_id"] = self.reply.object_id
+        bare = Message(pack_message({}), 1, TRAIN)
+        bare.metadata.__dict__["_message_id"] = self.reply.object_id
+        return PullAppMessagesResponse(
+            messages_list=[message_to_proto(bare)], message_object_trees=[get_object_tree(self.reply)]
+        )
+
+    def PullObject(self, request: PullObjectRequest) -> PullObjectResponse:
+        if self.arrived is None:
+            return PullObjectResponse(object_found=False)
+        content = self.arrived.get(request.object_id, b"")
+        return PullObjectResponse(object_found=True, object_available=bool(content), object_content=content)
+
+    def ConfirmMessageReceived(self, request: object) -> None:
+        self.confirmed += 1
+
+
+@pytest.fixture
+def half_sent(monkeypatch: pytest.MonkeyPatch) -> HalfSent:
+    def no_waiting(*_: object) -> None:
+        pytest.fail("it waits")
+
+    monkeypatch.setattr("flwr.supercore.inflatable.inflatable_utils.random.uniform", no_waiting)  # before it sleeps
+    InProcess({})
+    return HalfSent(Message(pack_message({"name": "a"}, b"an upload"), 1, TRAIN))
+
+
+def test_a_reply_is_pulled_once_all_of_it_is_here(half_sent: HalfSent) -> None:
+    puller = ReplyPuller(half_sent)
+    assert half_sent.arrived is not None
+    for key, content in half_sent.parts.items():
+        assert puller.pull("m") is None and not half_sent.confirmed
+        half_sent.arrived[key] = content
+    reply = puller.pull("m")
+    assert isinstance(reply, Message) and blob_of(reply) == b"an upload" and half_sent.confirmed == 1
+    assert not puller.announced and puller.pull("m") is None
+
+
+def test_a_reply_whose_sender_is_given_up_is_an_error(half_sent: HalfSent) -> None:
+    puller = ReplyPuller(half_sent)
+    assert puller.pull("m") is None
+    half_sent.arrived = None
+    reply = puller.pull("m")
+    assert isinstance(reply, Error) and "announced a reply and did not send it all" in str(reply.reason)
+    assert not puller.announced
+
+
+def test_an_answer_that_is_ready_when_the_deadline_passes_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elsewhere a file's name may be a patient's."""
-    deadline_when(monkeypatch, lambda desk: "asked again when it comes back" in log_of(desk.place.path))
-    recipe, nodes = own_sites(digits, tmp_path)
-    images = tmp_path / "patients" / "one"
-    images.mkdir(parents=True)
-    (images / "Jane Doe 1970.png").write_bytes(b"not an image")
-    Path(nodes[1]["site"]).write_text(f"name: site-1\ndata: {images.parent}\nfolder: {tmp_path / 'kept'}\n")
-    said: list[dict[str, str]] = []
+    class Slow(InProcess):
+        passed = False
 
-    def overheard(message: Message, context: Context) -> Message:
-        said.append(words_of(answer := client_app(message, context)))
-        return answer
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            ids = [key for key in message_ids if self.passed or self.sent[int(key)].metadata.dst_node_id != 12]
+            return super().pull_messages(ids)
 
-    with pytest.raises(RunError, match="1 of 2 uploads"):
-        serve(InProcess(nodes, answer=overheard), change(recipe, {"deadline": 1.0}), tmp_path / "run", NOW)
-    assert "Jane Doe 1970.png" in (tmp_path / "kept" / "site.log").read_text()
-    assert {"refused": "site-1: cannot take part as it is; its own log says why", "name": "site-1"} in said
-    assert not any(word in str(said) for word in ("Jane", "patients"))
+    grid = Slow(SHARES)
 
+    def passed(intake: UploadIntake) -> bool:
+        grid.passed = grid.passed or len(intake.received) == 2
+        return grid.passed
 
-def test_an_answer_without_a_file_is_refused(tmp_path: Path) -> None:
-    def empty(message: Message, context: Context) -> Message:
-        if context.node_id == 10 and message.metadata.message_type == TRAIN:
-            return Message(parcel({"name": "x"}), reply_to=message)
-        return client_app(message, context)
-
-    serve(InProcess(SHARES, answer=empty), three(quorum=2), tmp_path / "run", NOW)
-    assert "node 10: refused, there is no safetensors file in the message" in log_of(tmp_path / "run")
+    deadline_when(monkeypatch, passed)
+    serve(grid, three(deadline=60.0), tmp_path / "run", Pace(poll=0.01, patience=60.0, farewell=0.0))
+    assert len(result(tmp_path / "run")["uploads"]) == 3

@@ -1,25 +1,17 @@
-"""Keys and the gate: what is made fits together, what is there is not touched, and only sites' messages come in from outside."""
+"""Keys: what is made fits together, and what is there is not touched."""
 
 from __future__ import annotations
 
-import asyncio
-import socket
 import ssl
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
-from typer.testing import CliRunner
 
-from oneround.cli import app
-from oneround.errors import DataError, OneroundError, RunError
-from oneround.federate import processes
+from oneround.errors import DataError
 from oneround.federate.keys import KeyFolder
-from oneround.federate.processes import SuperLink
-from oneround.federate.superlink import Gate
 
 
 def test_keys_fit_together_and_are_made_once(tmp_path: Path) -> None:
@@ -78,65 +70,3 @@ def test_an_authority_that_is_gone_or_another_is_noticed(tmp_path: Path) -> None
         DataError, match=r"ca.crt: expired on .*; remove ca.crt, ca.key, server.crt, server.key and make new"
     ):
         old.check_server()
-
-
-def test_a_port_that_is_taken_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "ENDING", 0.0)
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        with pytest.raises(
-            RunError, match=f"port {port} is in use by another program; end it, or choose another --port"
-        ):
-            SuperLink(tmp_path / "flower", "127.0.0.1", port).start()
-    assert not processes.is_taken("127.0.0.1", port)
-
-
-def refused(*words: str) -> str:
-    error = CliRunner().invoke(app, words).exception
-    assert isinstance(error, OneroundError) and "\n" not in str(error)
-    return str(error)
-
-
-def test_what_the_commands_refuse(tmp_path: Path) -> None:
-    assert "name what to make" in refused("federate", "keys", str(tmp_path / "keys"))
-    assert "give --keys FOLDER" in refused("federate", "server", "demo", "--out", str(tmp_path / "out"))
-    outside = ["federate", "server", "demo", "--insecure", "--host", "0.0.0.0", "--out", str(tmp_path / "out")]
-    assert "--insecure with --host 0.0.0.0: only on this machine" in refused(*outside)
-    client = ["federate", "client", "--insecure", "--name", "a", "--folder", str(tmp_path / "a")]
-    assert "only on this machine" in refused(*client, "--server", "10.1.2.3:9092", "--set", "share=0")
-    assert "write it as HOST:PORT" in refused(*client, "--server", "localhost", "--set", "share=0")
-    assert "no such file or folder" in refused(*client, "--server", "localhost:1", "--data", str(tmp_path / "none"))
-    assert "give data" in refused(*client, "--server", "localhost:1")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("path", "host", "passes"),
-    [
-        ("/v1/fleet/pull-messages", "10.0.0.9", True),
-        ("/health", "10.0.0.9", True),
-        ("/v1/control/start-run", "10.0.0.9", False),
-        ("/v1/control/register-node", "10.0.0.9", False),
-        ("/v1/runtime/acquire-task", "10.0.0.9", False),
-        ("/docs", "10.0.0.9", False),
-        ("/v1/control/start-run", "127.0.0.1", True),
-        ("/v1/runtime/acquire-task", "::1", True),
-        ("/v1/fleetingly", "10.0.0.9", False),
-    ],
-)
-def test_the_gate(path: str, host: str, passes: bool) -> None:
-    """Flower's commands and its server process ask for no key; from other machines only sites' messages come through."""
-    passed: list[str] = []
-    answers: list[dict[str, Any]] = []
-
-    async def inside(scope: Any, receive: Any, send: Any) -> None:
-        passed.append(scope["path"])
-
-    async def send(message: dict[str, Any]) -> None:
-        answers.append(message)
-
-    asyncio.run(Gate(inside)({"type": "http", "path": path, "client": (host, 5)}, None, send))
-    assert passed == ([path] if passes else [])
-    assert [answer.get("status") for answer in answers] == ([] if passes else [403, None])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 from dataclasses import replace
@@ -14,35 +13,38 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from flwr.app import Context, Message, RecordDict
-from flwr.supercore.task_identity import TaskIdentity
-from inprocess import InProcess
+from flwr.app import Context, Message
 
 from commands import oneround
 from conftest import labelled
+from federation import NOW, log_of
+from inprocess import InProcess
 from noise import ignores
 from oneround import sums
-from oneround.crew import forked_from, hidden_main
+from oneround.config.load import change, load
 from oneround.data import Dataset
+from oneround.data.augment import preprocessing
 from oneround.errors import ProtocolError, RecipeError, RunError
-from oneround.federate import pairing
-from oneround.federate.carrying import KEY, TRAIN, blob_of, parcel, words_of
-from oneround.federate.client import app as client_app
-from oneround.federate.reception import Desk
-from oneround.federate.server import Pace, serve
-from oneround.federate.sites import SiteFile
+from oneround.federate.client_app import app as client_app
+from oneround.federate.intake import UploadIntake
+from oneround.federate.messages import KEY, TRAIN, fields_of, pack_message
+from oneround.federate.server_app import serve
+from oneround.global_model import GlobalModel
 from oneround.models.encoders import encoders
 from oneround.models.prototype import initialise
-from oneround.protocol import Broadcast, GlobalModel, Upload, blob
-from oneround.protocol.model import preprocessing
-from oneround.reading import change, load
-from oneround.runs import Plan, Result
+from oneround.privacy import key_agreement
+from oneround.protocol import Broadcast, Upload, blob
+from oneround.runs.result import Result
+from oneround.server.plan import DealtPlan
 from oneround.simulate import run as simulate
 from oneround.sums import Moments
 from oneround.sums.moments import triangle_of
+from site_process import in_a_process
+from tampering import repacked
 
-NOW = Pace(poll=0.01, patience=0.0, farewell=0.0)
 NAMES = [f"client_00{number}" for number in range(3)]
+
+
 PLAIN = load(
     "ridge",
     {
@@ -50,6 +52,8 @@ PLAIN = load(
         "local.workers": 1,
     }.items(),
 )  # fmt: skip
+
+
 SECURE = change(PLAIN, {"sums.secure": True, "reveal.class_counts": False, "deadline": 60.0})  # rather than for ever
 
 
@@ -63,10 +67,6 @@ def site_files(folder: Path) -> dict[int, dict[str, Any]]:
     return nodes
 
 
-def log_of(folder: Path) -> str:
-    return (folder / "run.log").read_text()
-
-
 def predictions(folder: Path, data: Dataset) -> torch.Tensor:
     return GlobalModel.load(folder / "model").predict(data.test.pixels)
 
@@ -74,19 +74,16 @@ def predictions(folder: Path, data: Dataset) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def carried(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A federation under masks: `run` is the server's folder, `sites` are theirs."""
-    place = tmp_path_factory.mktemp("secure")
-    serve(InProcess(site_files(place / "sites")), SECURE, place / "run", NOW)
-    return place
+    folder = tmp_path_factory.mktemp("secure")
+    serve(InProcess(site_files(folder / "sites")), SECURE, folder / "run", NOW)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def plain(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("plain") / "run"
-    simulate(PLAIN, place, data=digits)
-    return place
-
-
-# --- the same model, and nothing to read -----------------------------------------------------------------------------
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    simulate(PLAIN, folder, data=digits)
+    return folder
 
 
 def test_masked_sums_give_the_model_of_plain_ones(carried: Path, plain: Path, digits: Dataset) -> None:
@@ -102,14 +99,14 @@ def test_a_simulation_gives_the_same_model_and_says_that_it_has_no_secrets(
 ) -> None:
     simulate(SECURE, tmp_path / "run", data=digits)
     assert torch.equal(predictions(tmp_path / "run", digits), predictions(carried / "run", digits))
-    here, there = Result.read(tmp_path / "run"), Result.read(carried / "run")
-    assert any("a simulation has no secrets" in remark for remark in here.remarks)
-    assert here.rules == there.rules and not any("secrets" in remark for remark in there.remarks)
+    simulated, federated = Result.read(tmp_path / "run"), Result.read(carried / "run")
+    assert any("a simulation has no secrets" in remark for remark in simulated.remarks)
+    assert simulated.rules == federated.rules and not any("secrets" in remark for remark in federated.remarks)
 
 
 def moments_of(name: str, data: Dataset) -> Moments:
     """What a client's sums are without masks."""
-    plan = Plan.of(PLAIN, data)
+    plan = DealtPlan.of(PLAIN, data)
     broadcast = plan.prepare()
     constants = sums.constants_of(broadcast.recipe, broadcast.shape, broadcast.extras)
     features = sums.features_of(broadcast.recipe, broadcast.shape, constants)
@@ -168,9 +165,9 @@ def test_sites_with_images_of_their_own_mask_for_whoever_came(digits: Dataset, t
     (tmp_path / "server").mkdir()
     given = {"data": data, "partition.clients": 2, "local.data_path": str(tmp_path / "server")}
     serve(InProcess(nodes), change(SECURE, given), tmp_path / "run", NOW)
-    told = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (
-        sorted(told["uploads"])
+        sorted(result["uploads"])
         == sorted(json.loads((tmp_path / "run" / "keys.json").read_text())["keys"])
         == ["north", "south"]
     )
@@ -178,31 +175,8 @@ def test_sites_with_images_of_their_own_mask_for_whoever_came(digits: Dataset, t
     assert float(right.double().mean()) > 0.9
 
 
-# --- killed and started again ----------------------------------------------------------------------------------------
-
-
-def told(grid: InProcess, kind: str) -> list[Message]:
+def messages_of(grid: InProcess, kind: str) -> list[Message]:
     return [message for message in grid.sent if message.metadata.message_type == kind]
-
-
-def in_a_process(node: dict[str, Any], kind: str, raw: bytes, answer: Path, killed: bool = False) -> int | None:
-    """Let a site answer one message in a process of its own, as Flower does; `killed`: in the middle of its sums."""
-    with hidden_main():
-        process = forked_from("oneround.cli").Process(target=_answer, args=(node, kind, raw, answer, killed))
-        process.start()
-        process.join(120)
-    return process.exitcode
-
-
-def _answer(node: dict[str, Any], kind: str, raw: bytes, answer: Path, killed: bool) -> None:
-    torch.set_num_threads(1)
-    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 10
-    if killed:
-        sums.gather = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-    message = Message(parcel({"run": raw.decode()}) if kind == KEY else parcel({}, raw), 10, kind)
-    message.metadata.__dict__["_message_id"] = "1"
-    reply = client_app(message, Context(run_id=1, node_id=10, node_config=node, state=RecordDict(), run_config={}))
-    answer.write_bytes(words_of(reply)["key"].encode() if kind == KEY else blob_of(reply))
 
 
 def test_a_client_killed_after_the_keys_goes_on_with_the_same_masks(carried: Path, tmp_path: Path) -> None:
@@ -227,8 +201,8 @@ def test_a_client_killed_after_the_keys_goes_on_with_the_same_masks(carried: Pat
 def asked(site: Path, sent: bytes) -> dict[str, str]:
     """What the site in that folder answers to a broadcast."""
     grid = InProcess({10: {"site": str(site / "site.yaml")}})
-    (reply,) = grid.send_and_receive([Message(parcel({}, sent), 10, TRAIN)])
-    return words_of(reply)
+    (reply,) = grid.send_and_receive([Message(pack_message({}, sent), 10, TRAIN)])
+    return fields_of(reply)
 
 
 @pytest.mark.parametrize("left", ["masks", "nothing but masks"])
@@ -241,12 +215,35 @@ def test_a_site_never_masks_other_images_with_the_same_masks(carried: Path, tmp_
     shutil.copytree(carried / "sites" / name, tmp_path / name, ignore=keep)
     (tmp_path / name / "site.yaml").write_text(f"name: {name}\nshare: 1\nfolder: {tmp_path / name}\n")
     assert "masks are used once" in asked(tmp_path / name, sent)["refused"]
-    manifest, tensors = blob.unpack(sent, "broadcast", "broadcast")
-    own = {key: value for key, value in manifest.items() if key not in ("format", "kind", "shapes", "sha256")}
-    reworded = blob.pack("broadcast", tensors, {**own, "greeting": "hello"})
-    assert reworded != sent and "masks are used once" in asked(tmp_path / name, reworded)["refused"]
+    length = int.from_bytes(sent[:8], "little")
+    reworded = (length + 8).to_bytes(8, "little") + sent[8 : 8 + length] + b" " * 8 + sent[8 + length :]
+    assert reworded != sent and "bound to another broadcast" in asked(tmp_path / name, reworded)["refused"]
     shutil.rmtree(tmp_path / name / "masks")
     assert "another key for this site than its folder" in asked(tmp_path / name, sent)["refused"]
+
+
+@pytest.mark.parametrize("state", ["uploaded", "killed before its sums"])
+def test_one_key_serves_one_list_of_sites(
+    carried: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """After {A, B, C} the server asks {A, B}: the difference of the totals would be C's sums, so both refuse."""
+    whole = Broadcast.read(carried / "run" / "broadcast.safetensors")
+    fewer = replace(whole, roster={name: whole.roster[name] for name in NAMES[:2]}).pack()
+    shutil.copytree(carried / "sites", tmp_path / "sites")
+    for number, name in enumerate(NAMES[:2]):
+        site = tmp_path / "sites" / name
+        (site / "site.yaml").write_text(f"name: {name}\nshare: {number}\nfolder: {site}\n")
+        if state != "uploaded":
+            (kept,) = (site / "masks").iterdir()
+            content = json.loads(kept.read_text())
+            kept.write_text(json.dumps({**content, "masked": {}}))
+            assert content["binding"]["sites"] == NAMES
+        with monkeypatch.context() as patch:
+            patch.setattr(sums, "gather", lambda *_, **__: pytest.fail("an image was looked at"))
+            words = asked(site, fewer)
+        assert "bound to another broadcast of client_000, client_001, client_002" in words.get("refused", "")
+        again = asked(site, whole.pack())
+        assert "refused" not in again, "the broadcast it is bound to is answered as ever"
 
 
 def test_another_run_with_the_same_sites_has_other_keys_and_sums_anew(carried: Path, tmp_path: Path) -> None:
@@ -257,7 +254,7 @@ def test_another_run_with_the_same_sites_has_other_keys_and_sums_anew(carried: P
         file.write_text(f"name: {name}\nshare: {(number + 1) % 3}\nfolder: {file.parent}\n")  # other images now
         nodes[10 + number] = {"site": str(file)}
     serve(InProcess(nodes), SECURE, tmp_path / "run", NOW)
-    first, again = (Broadcast.read(place / "run" / "broadcast.safetensors") for place in (carried, tmp_path))
+    first, again = (Broadcast.read(folder / "run" / "broadcast.safetensors") for folder in (carried, tmp_path))
     assert not set(first.roster.values()) & set(again.roster.values()) and first.context != again.context
     assert "trained before" not in (tmp_path / "sites" / NAMES[0] / "site.log").read_text()
     assert Result.read(tmp_path / "run").rules == Result.read(carried / "run").rules, "the total is the same"
@@ -284,7 +281,7 @@ def test_a_server_killed_before_the_uploads_goes_on_with_the_same_keys(
     tmp_path: Path, digits: Dataset, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First in the middle of the keys, then between keys and uploads."""
-    nodes, place = site_files(tmp_path / "sites"), tmp_path / "run"
+    nodes, run_dir = site_files(tmp_path / "sites"), tmp_path / "run"
 
     def stop(kind: str, nodes: dict[int, dict[str, Any]]) -> InProcess:
         """Time is over when the server has asked the last site, which does not answer this."""
@@ -294,72 +291,64 @@ def test_a_server_killed_before_the_uploads_goes_on_with_the_same_keys(
             return None if last else client_app(message, context)
 
         grid = InProcess(nodes, answer=answer)
-        monkeypatch.setattr(Desk, "waited", property(lambda desk: 1e9 if len(told(grid, kind)) > 3 else 0.0))
+        monkeypatch.setattr(
+            UploadIntake, "waited", property(lambda intake: 1e9 if len(messages_of(grid, kind)) > 3 else 0.0)
+        )
         return grid
 
     with pytest.raises(RunError, match=r"2 of 3 keys when the deadline of 60 s passed; they are kept"):
-        serve(stop(KEY, nodes), SECURE, place, NOW)
-    two = json.loads((place / "keys.json").read_text())["keys"]
-    assert sorted(two) == NAMES[:2] and not (place / "uploads").exists()
+        serve(stop(KEY, nodes), SECURE, run_dir, NOW)
+    two = json.loads((run_dir / "keys.json").read_text())["keys"]
+    assert sorted(two) == NAMES[:2] and not (run_dir / "uploads").exists()
     with pytest.raises(RunError, match=r"2 of 3 uploads when the deadline"):
-        serve(stop(TRAIN, nodes), SECURE, place, NOW)
-    sent = (place / "broadcast.safetensors").read_bytes()
+        serve(stop(TRAIN, nodes), SECURE, run_dir, NOW)
+    sent = (run_dir / "broadcast.safetensors").read_bytes()
     assert two.items() < Broadcast.unpack(sent).roster.items()
     monkeypatch.undo()
-    (place / "keys.json").unlink()  # what was sent is what counts now
+    (run_dir / "keys.json").unlink()  # what was sent is what counts now
     grid = InProcess(nodes)
-    serve(grid, SECURE, place, NOW)
-    assert not told(grid, KEY) and (place / "broadcast.safetensors").read_bytes() == sent
-    assert float((predictions(place, digits) - predictions(plain, digits)).abs().max()) < 1e-5
-
-
-# --- what is found out -----------------------------------------------------------------------------------------------
+    serve(grid, SECURE, run_dir, NOW)
+    assert not messages_of(grid, KEY) and (run_dir / "broadcast.safetensors").read_bytes() == sent
+    assert float((predictions(run_dir, digits) - predictions(plain, digits)).abs().max()) < 1e-5
 
 
 def test_an_upload_masked_with_another_secret_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = pairing.secrets_of
+    honest = key_agreement.secrets_of
 
-    def other(site: SiteFile, roster: dict[str, str], digest: str) -> dict[str, bytes]:
-        return honest(site, roster, "another recipe" if site.name == "client_001" else digest)
+    def other(name: str, folder: Path, roster: dict[str, str], digest: str) -> dict[str, bytes]:
+        return honest(name, folder, roster, "another recipe" if name == "client_001" else digest)
 
-    monkeypatch.setattr(pairing, "secrets_of", other)
+    monkeypatch.setattr(key_agreement, "secrets_of", other)
     with pytest.raises(ProtocolError, match="the masks do not cancel: a client masked with another secret"):
         serve(InProcess(site_files(tmp_path / "sites")), SECURE, tmp_path / "run", NOW)
     assert "ERROR the masks do not cancel" in log_of(tmp_path / "run")
     assert not (tmp_path / "run" / "result.json").exists() and len(list((tmp_path / "run" / "uploads").iterdir())) == 3
 
 
-def altered(upload: bytes, **said: Any) -> bytes:
-    """The same tensors with other words."""
-    manifest, tensors = blob.unpack(upload, "upload", "upload")
-    own = {key: value for key, value in manifest.items() if key not in ("format", "kind", "shapes", "sha256")}
-    return blob.pack("upload", tensors, {**own, **said})
-
-
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("changes", "reason"),
     [
-        ({"class_counts": [5] * 10}, "it tells class_counts, which belong under its masks"),
+        ({"class_counts": [5] * 10}, "it has class_counts, which the masks should hide"),
         ({"roster": NAMES[:2]}, "it is masked for another broadcast than this one, or not with client_000, client_001"),
         ({"context": "0" * 64}, "it is masked for another broadcast"),
         ({"client": "client_007"}, "client_007 is not one of client_000, client_001, client_002, who mask"),
         ({"recipe_digest": "0" * 64}, "it answers another recipe"),
     ],
 )
-def test_an_upload_that_is_not_masked_as_agreed_is_refused(carried: Path, said: dict[str, Any], reason: str) -> None:
+def test_an_upload_that_is_not_masked_as_agreed_is_refused(carried: Path, changes: dict[str, Any], reason: str) -> None:
     broadcast = Broadcast.read(carried / "run" / "broadcast.safetensors")
     raw = (carried / "run" / "uploads" / "client_000.safetensors").read_bytes()
-    Upload.unpack(altered(raw), broadcast, {})
+    Upload.unpack(repacked(raw), broadcast, {})
     with pytest.raises(ProtocolError, match=reason):
-        Upload.unpack(altered(raw, **said), broadcast, {})
+        Upload.unpack(repacked(raw, **changes), broadcast, {})
 
 
 def test_numbers_of_another_kind_are_refused(carried: Path) -> None:
     broadcast = Broadcast.read(carried / "run" / "broadcast.safetensors")
-    manifest, tensors = blob.read(carried / "run" / "uploads" / "client_000.safetensors", "upload")
-    tensors["sums.cross"] = tensors["sums.cross"].double()
+    raw = (carried / "run" / "uploads" / "client_000.safetensors").read_bytes()
+    cross = blob.unpack(raw, "upload", "upload")[1]["sums.cross"]
     with pytest.raises(ProtocolError, match=r"sums.cross is torch.float64 \(96, 10\), expected torch.int64"):
-        Upload.unpack(blob.pack("upload", tensors, {**manifest, "sha256": blob.checksum(tensors)}), broadcast, {})
+        Upload.unpack(repacked(raw, {"sums.cross": cross.double()}), broadcast, {})
 
 
 def test_masks_for_one_list_of_keys_serve_no_other(carried: Path) -> None:
@@ -377,13 +366,12 @@ def test_a_name_that_stands_twice_is_refused(carried: Path) -> None:
 
 def test_a_site_without_a_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes: dict[int, dict[str, Any]] = {10 + k: {"partition-id": k, "num-partitions": 3} for k in range(3)}
-    monkeypatch.setattr(Desk, "waited", property(lambda desk: 1e9 if "no folder" in log_of(desk.place.path) else 0.0))
+    monkeypatch.setattr(
+        UploadIntake, "waited", property(lambda intake: 1e9 if "no folder" in log_of(intake.folder.path) else 0.0)
+    )
     with pytest.raises(RunError, match="0 of 3 keys"):
         serve(InProcess(nodes), SECURE, tmp_path / "run", NOW)
     assert "client_000: sums.secure: this site has no folder to keep its key in; name one" in log_of(tmp_path / "run")
-
-
-# --- recipes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -396,7 +384,7 @@ def test_a_site_without_a_folder_says_so(tmp_path: Path, monkeypatch: pytest.Mon
         ({"partition.clients": 1}, r"partition.clients = 1: sums.secure needs at least two"),
         ({"rounds": 2}, r"rounds = 2: sums.secure is for one round"),
         ({"quorum": 2}, r"quorum = 2: with sums.secure masks cancel only in the sum of all 3 clients"),
-        ({"objective.terms": {"cross-entropy": {}}}, r"sums.secure: networks tell what masks hide"),
+        ({"objective.terms": {"cross-entropy": {}}}, r"sums.secure: networks disclose what masks hide"),
     ],
 )
 def test_recipes_that_masks_cannot_serve(changes: dict[str, Any], reason: str) -> None:
@@ -407,4 +395,4 @@ def test_recipes_that_masks_cannot_serve(changes: dict[str, Any], reason: str) -
 def test_a_partition_that_leaves_nobody_to_mask_with_is_refused() -> None:
     two = change(SECURE, {"partition.clients": 2, "partition.alpha": 1e-6})
     with pytest.raises(RecipeError, match=r"only one client of .* has samples, and masks need two"):
-        Plan.of(two, labelled([0] * 50))  # one class, which goes to one of them
+        DealtPlan.of(two, labelled([0] * 50))  # one class, which goes to one of them

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ArrayRecord
-from inprocess import InProcess
 
+from inprocess import InProcess
 from oneround.errors import RecipeError
 from oneround.federate.strategy import MergeNet
 from oneround.mergenet import Merger
@@ -37,12 +37,13 @@ def federate(example: ModuleType, rounds: int = 4, **options: Any) -> tuple[Merg
     return strategy, strategy.start(grid, ArrayRecord(start), num_rounds=rounds).arrays.to_torch_state_dict()
 
 
+@pytest.mark.slow
 def test_the_example_fuses_and_its_adapter_learns(example: ModuleType) -> None:
     strategy, arrays = federate(example)
-    assert [told["round"] for told in strategy.trace] == [2, 3, 4]
-    assert [told.get("accepted") for told in strategy.trace] == [True, True, None]  # the result is the average
-    assert all(told["adapter_moved"] > 0 for told in strategy.trace[1:])
-    assert all(told["changed"] > told["by_teacher"] > 0 for told in strategy.trace[:2])
+    assert [metrics["round"] for metrics in strategy.trace] == [2, 3, 4]
+    assert [metrics.get("accepted") for metrics in strategy.trace] == [True, True, None]  # the result is the average
+    assert all(metrics["adapter_moved"] > 0 for metrics in strategy.trace[1:])
+    assert all(metrics["changed"] > metrics["by_teacher"] > 0 for metrics in strategy.trace[:2])
     net = example.network(16)
     net.load_state_dict(arrays)
     assert all(torch.isfinite(value).all() for value in arrays.values())
@@ -57,6 +58,7 @@ def test_a_fused_network_may_be_worse_by_the_margin(example: ModuleType, fused: 
     assert strategy.trace[0]["accepted"] is sent
 
 
+@pytest.mark.slow
 def test_a_fused_network_that_is_judged_worse_is_not_sent(
     example: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -73,13 +75,14 @@ def test_a_fused_network_that_is_judged_worse_is_not_sent(
     assert all(torch.allclose(arrays[name], value, atol=1e-6) for name, value in averaged.items())
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_not_sent(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Merger._outputs
     monkeypatch.setattr(
         Merger, "_outputs", lambda *given: {name: value * float("nan") for name, value in plain(*given).items()}
     )
     strategy, arrays = federate(example, rounds=3)
-    assert not any(told.get("accepted") for told in strategy.trace)
+    assert not any(metrics.get("accepted") for metrics in strategy.trace)
     assert strategy.trace[0]["reason"].startswith("not finite") and "changed" not in strategy.trace[0]
     assert all(torch.isfinite(value).all() for value in arrays.values())
 
@@ -90,7 +93,7 @@ def test_what_is_not_finite_is_not_sent(example: ModuleType, monkeypatch: pytest
         ({"every": 0}, "every = 0"),
         ({"start_round": 1.5}, "start_round = 1.5"),
         ({"pairs": ["0.weight"]}, "pairs: '0.weight' must be"),
-        ({"accept_if": 0.5}, "accept_if = 0.5: nobody judges"),
+        ({"accept_if": 0.5}, "accept_if = 0.5: needs judge"),
         ({"accept_if": float("nan"), "judge": lambda _: 1.0}, "accept_if = nan: must be a number"),
     ],
 )

@@ -6,22 +6,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional as F
 from typer.testing import CliRunner
 
+from conftest import small_recipe
 from oneround import acts
 from oneround.cli import app
+from oneround.config.load import load
 from oneround.data import Dataset
 from oneround.data.augment import MEAN, STD
 from oneround.errors import RecipeError
-from oneround.folder import RunFolder
 from oneround.fusion import distilled, rules
-from oneround.learning.distillation import calibrated, distil, inversions, noise_images
-from oneround.protocol import GlobalModel, UploadFolder
-from oneround.reading import load
-from oneround.runs import Plan
+from oneround.global_model import GlobalModel
+from oneround.protocol import UploadFolder
+from oneround.runs.folder import RunFolder
+from oneround.server.plan import DealtPlan
 from oneround.simulate import run
 from oneround.site import Site
+from oneround.training.distillation import distil, inversions, noise_images
+
+pytestmark = pytest.mark.slow
 
 
 class Federation:
@@ -35,7 +38,7 @@ class Federation:
         recipe = load("fafi+distilled", given.items())
         self.folder, self.digits = folder, digits
         self.result = run(recipe, folder, data=digits)
-        self.server = Plan.of(recipe, digits).server(folder)
+        self.server = DealtPlan.of(recipe, digits).server(folder)
         self.uploads: UploadFolder = RunFolder(folder).uploads()
 
     def fused(self, **rule: object) -> GlobalModel:
@@ -83,25 +86,6 @@ def test_inversions_are_what_the_teacher_takes_for_each_class(federation: Federa
     assert right >= 0.5 > 2 * (teacher(before).argmax(1) == made.labels).float().mean()  # half of them are mixes of two
 
 
-def test_calibration_weighs_every_class_alike(digits: Dataset) -> None:
-    """A teacher tilted towards one class is put upright, and labels of a rare class count as much as those of a common one."""
-    skewed = digits.train.take(torch.cat([torch.nonzero(digits.train.labels == label)[: 90 if label else 6, 0] for label in range(10)]))  # fmt: skip
-    device, ridge = torch.device("cpu"), torch.eye(64) * 20
-    x = ((digits.train.pixels.float() / 255 - MEAN) / STD).flatten(1)
-    solved = torch.linalg.solve(x.T @ x + ridge, x.T @ F.one_hot(digits.train.labels, 10).float())
-    tilt = torch.zeros(10).index_fill(0, torch.tensor([3]), 2.0)
-
-    def tilted(images: torch.Tensor) -> torch.Tensor:
-        return 10 * images.flatten(1) @ solved + 10 * tilt
-
-    upright = calibrated(tilted, skewed, 10, device)
-    seen = (digits.test.pixels.float() / 255 - MEAN) / STD
-    before, after = ((teacher(seen).argmax(1) == digits.test.labels) for teacher in (tilted, upright))
-    assert before.float().mean() < 0.3 and after.float().mean() > 0.75
-    rare = digits.test.labels == 0
-    assert after[rare].float().mean() > 0.75
-
-
 def test_without_public_images_it_says_what_to_do(federation: Federation) -> None:
     for rule in ({}, {"images": "noise", "calibrate": True}):
         with pytest.raises(RecipeError, match=r"fusion.distilled: the server has no public images; set public"):
@@ -129,7 +113,14 @@ def test_what_its_teacher_needs_it_needs_too(teacher: object, fault: str) -> Non
         load("fafi", [("fusion", [{"kind": "distilled", "images": "noise", "teacher": teacher}])])
 
 
-def test_fusing_what_is_there_teaches_one_student(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_its_teacher_refuses_is_refused_before_anything_is_trained(digits: Dataset) -> None:
+    large = {"kind": "taught", "teacher": {"encoder": {"kind": "cnn", "width": 4}, "from_file": True}}
+    recipe = small_recipe(public=0.1, fusion=[{"kind": "distilled", "teacher": large}])
+    with pytest.raises(RecipeError, match=r"teacher.from_file needs local.teacher_weights"):
+        acts.prepare(acts.resolve(recipe, digits), digits.class_names, digits.shape)
+
+
+def test_fusing_a_finished_run_teaches_one_student(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     taught = []
     monkeypatch.setattr(distilled, "distil", lambda *given, **more: taught.append(1) or distil(*given, **more))
     words = ["fuse", str(federation.folder), "--rule", "distilled", "--set", "epochs=1"]

@@ -13,33 +13,20 @@ from scipy.spatial.distance import jensenshannon
 
 from conftest import small_recipe
 from oneround import acts
+from oneround.config.load import load
 from oneround.data import Dataset
 from oneround.errors import RecipeError
-from oneround.folder import RunFolder
 from oneround.fusion import rules
 from oneround.fusion.average import average_weights
 from oneround.fusion.split import SplitExperts, shared_blocks, similarity
+from oneround.global_model import GlobalModel
 from oneround.models.blocks import blocks
-from oneround.models.encoders import encoders
 from oneround.models.prototype import build
-from oneround.protocol import Broadcast, GlobalModel, Upload
-from oneround.reading import load
+from oneround.protocol import Broadcast, Upload
 from oneround.report import report
+from oneround.runs.folder import RunFolder
 from oneround.simulate import run
 from oneround.site import Site
-
-
-@pytest.mark.parametrize("kind", sorted(encoders.kinds))
-def test_blocks_hold_every_tensor_once_and_in_order(kind: str) -> None:
-    net = build(encoders.parse(kind), 3, 10)
-    found = blocks(net)
-    assert sorted(name for block in found for name in block) == sorted(net.state_dict())
-    assert found[-1] == ["prototypes"] and len(found) >= 4
-    names = list(net.state_dict())
-    if kind != "cnn":  # its layers are kept in two lists side by side
-        depth = {name: number for number, block in enumerate(found) for name in block}
-        order = [depth[name] for name in names if name != "prototypes"]
-        assert order == sorted(order)
 
 
 def test_alike_is_one_minus_the_distance_of_labels() -> None:
@@ -47,8 +34,8 @@ def test_alike_is_one_minus_the_distance_of_labels() -> None:
     found = similarity(counts)
     for one in range(4):
         for other in range(4):
-            wanted = 1 - jensenshannon(counts[one].numpy(), counts[other].numpy(), base=2)
-            assert float(found[one, other]) == pytest.approx(wanted, abs=1e-6)
+            expected = 1 - jensenshannon(counts[one].numpy(), counts[other].numpy(), base=2)
+            assert float(found[one, other]) == pytest.approx(expected, abs=1e-6)
 
 
 def test_equal_labels_share_all_blocks_and_disjoint_ones_share_one() -> None:
@@ -65,7 +52,7 @@ def test_equal_labels_share_all_blocks_and_disjoint_ones_share_one() -> None:
 
 @pytest.fixture(scope="module")
 def federation(digits: Dataset) -> tuple[Broadcast, list[Upload]]:
-    recipe = acts.settle(small_recipe(training__epochs=2), digits)
+    recipe = acts.resolve(small_recipe(training__epochs=2), digits)
     broadcast = acts.prepare(recipe, digits.class_names, digits.shape)
     labels = digits.train.labels
     holds = [torch.nonzero((labels >= low) & (labels < low + 6))[: 80 + 40 * low, 0] for low in (0, 1, 4)]
@@ -83,12 +70,12 @@ def test_shared_blocks_are_averaged_and_others_are_the_clients_own(
         experts.shared = [3, 2, 1]
         experts.means = experts._means()
     for number, (expert, upload) in enumerate(zip(experts, uploads, strict=True)):
-        held = expert.net.state_dict()
+        tensors = expert.net.state_dict()
         for depth, names in enumerate(experts.blocks):
             sharers = [each for each, shared in zip(uploads, experts.shared, strict=True) if shared > depth]
             mean = average_weights(sharers) if sharers else {}
             source = mean if depth < experts.shared[number] else upload.weights
-            assert all(torch.equal(held[name], source[name]) for name in names), (number, depth)
+            assert all(torch.equal(tensors[name], source[name]) for name in names), (number, depth)
 
 
 def test_statistics_measured_anew_are_those_of_the_images(
@@ -107,16 +94,16 @@ def test_statistics_measured_anew_are_those_of_the_images(
 
 
 def test_noise_on_the_histograms_is_honoured(digits: Dataset) -> None:
-    """The server goes by the counts it is told, whatever the true ones are."""
+    """The server goes by the counts it receives, whatever the true ones are."""
     recipe = small_recipe(fusion=["split"], reveal__class_counts={"epsilon": 0.01})
-    broadcast = acts.prepare(acts.settle(recipe, digits), digits.class_names, digits.shape)
+    broadcast = acts.prepare(acts.resolve(recipe, digits), digits.class_names, digits.shape)
     holds = [torch.nonzero(digits.train.labels == label)[:20, 0] for label in (0, 1, 2)]
     uploads = [acts.train(broadcast, Site(f"c{k}", digits.train.take(mine))) for k, mine in enumerate(holds)]
-    told = torch.stack([upload.class_counts for upload in uploads])
-    assert ((told > 0).sum(1) > 1).any(), "each holds one class and says otherwise"
+    counts = torch.stack([upload.class_counts for upload in uploads])
+    assert ((counts > 0).sum(1) > 1).any(), "each holds one class and says otherwise"
     rule = rules.parse({"kind": "split", "chosen": "each", "restate": "none"})
     shared = SplitExperts(rule, uploads, broadcast, Site("server")).shared
-    assert shared == shared_blocks(told, len(blocks(build(broadcast.recipe.model.encoder, 1, 10))), "each")
+    assert shared == shared_blocks(counts, len(blocks(build(broadcast.recipe.model.encoder, 1, 10))), "each")
 
 
 def test_hidden_histograms_leave_nothing_to_be_personal_about(digits: Dataset, tmp_path: Path) -> None:
@@ -127,27 +114,27 @@ def test_hidden_histograms_leave_nothing_to_be_personal_about(digits: Dataset, t
 def test_a_run_is_judged_globally_and_on_every_clients_own_mix(digits: Dataset, tmp_path: Path) -> None:
     recipe = small_recipe("split", training__epochs=3, snapshots=0, local__workers=1, partition__alpha=0.3)
     result = run(recipe, tmp_path / "run", data=digits)
-    told = json.loads((tmp_path / "run" / "result.json").read_text())
-    split = next(iter(told["rules"]))
-    assert set(told["personalised"]) == {*told["rules"], "alone", f"{split}, personal"}
-    assert result.personalised["alone"] == pytest.approx(np.mean(list(told["personalised"]["alone"].values())))
+    result_json = json.loads((tmp_path / "run" / "result.json").read_text())
+    split = next(iter(result_json["rules"]))
+    assert set(result_json["personalised"]) == {*result_json["rules"], "alone", f"{split}, personal"}
+    assert result.personalised["alone"] == pytest.approx(np.mean(list(result_json["personalised"]["alone"].values())))
     page = report([tmp_path / "run"])
-    for name, by_client in told["personalised"].items():
+    for name, by_client in result_json["personalised"].items():
         assert f"{html.escape(name)}, %" in page and all(f"{100 * value:.2f}" in page for value in by_client.values())
     uploads = RunFolder(tmp_path / "run").uploads()
     personal = dict(rules.of(recipe.fusion[0]).personal(uploads, uploads.broadcast, Site("server")))
     for upload in uploads:
         counts = upload.class_counts.numpy()
-        right = told["clients"][upload.client]["per_class"]
-        assert told["personalised"]["alone"][upload.client] == pytest.approx(np.average(right, weights=counts))
+        right = result_json["clients"][upload.client]["per_class"]
+        assert result_json["personalised"]["alone"][upload.client] == pytest.approx(np.average(right, weights=counts))
         model = GlobalModel.of(personal[upload.client], rules.of(recipe.fusion[0]), uploads.broadcast)
         correct = (model.predict(digits.test.pixels).argmax(1) == digits.test.labels).numpy()
         each = [correct[(digits.test.labels == label).numpy()].mean() for label in range(10)]
-        wanted = np.average(each, weights=counts)
-        assert told["personalised"][f"{split}, personal"][upload.client] == pytest.approx(wanted)
+        expected = np.average(each, weights=counts)
+        assert result_json["personalised"][f"{split}, personal"][upload.client] == pytest.approx(expected)
     again = GlobalModel.load(tmp_path / "run" / "model")
     score = float((again.predict(digits.test.pixels).argmax(1) == digits.test.labels).float().mean())
-    assert score == pytest.approx(told["rules"][split]["accuracy"])
+    assert score == pytest.approx(result_json["rules"][split]["accuracy"])
 
 
 def test_an_inner_rule_that_does_not_fit_is_refused() -> None:

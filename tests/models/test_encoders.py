@@ -1,4 +1,4 @@
-"""Encoders: the published sizes, every image size and norm, weights that depend on the seed alone."""
+"""Encoders: the published sizes, every image size and norm."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from oneround.models import encoders, initialise
-from oneround.models.prototype import build, filled
+from oneround.models import encoders
 
 # Parameters of the published networks without their classifier, for three channels: ResNets with the 3×3 stem for small
 # images (11,173,962, 21,282,122 and 23,520,842 with ten classes), MobileNetV2 (3,504,872 with a thousand).
@@ -48,7 +47,7 @@ def test_resnet_strides_halve_three_times() -> None:
     shapes = []
     encoder = encoders.parse("resnet18").build(3)
     for block in encoder.blocks:
-        block.register_forward_hook(lambda module, given, out: shapes.append(tuple(out.shape[1:])))
+        block.register_forward_hook(lambda module, inputs, out: shapes.append(tuple(out.shape[1:])))
     encoder(torch.randn(1, 3, 32, 32))
     assert shapes[1::2] == [(64, 32, 32), (128, 16, 16), (256, 8, 8), (512, 4, 4)]
 
@@ -56,7 +55,7 @@ def test_resnet_strides_halve_three_times() -> None:
 def test_mobilenet_keeps_the_resolution_of_small_images() -> None:
     shapes = []
     encoder = encoders.parse("mobilenet-v2").build(3)
-    encoder.blocks.register_forward_hook(lambda module, given, out: shapes.append(tuple(out.shape[1:])))
+    encoder.blocks.register_forward_hook(lambda module, inputs, out: shapes.append(tuple(out.shape[1:])))
     encoder(torch.randn(1, 3, 32, 32))
     assert shapes == [(320, 4, 4)]
 
@@ -78,34 +77,3 @@ def test_mobilenet_is_its_layers_one_after_another_and_the_shortcut() -> None:
         x = nn.Sequential(*encoder.last)(x)
     assert shortcuts == 10 and float(x.max()) == 6.0
     assert torch.equal(features, x.mean((2, 3)))
-
-
-def test_initial_weights_depend_on_the_seed_alone() -> None:
-    part = encoders.parse("cnn")
-    torch.manual_seed(5)
-    first = initialise(part, 1, 10, seed=1).weights()
-    torch.manual_seed(6)
-    before = torch.get_rng_state()
-    second, other = initialise(part, 1, 10, seed=1).weights(), initialise(part, 1, 10, seed=2).weights()
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not torch.equal(first["encoder.convolutions.0.weight"], other["encoder.convolutions.0.weight"])
-    assert not torch.equal(first["prototypes"], other["prototypes"])
-
-
-def test_prototypes_start_standard_normal() -> None:
-    prototypes = initialise(encoders.parse("resnet18"), 3, 100, seed=1).prototypes
-    assert prototypes.shape == (100, 512)
-    assert abs(float(prototypes.mean())) < 0.02 and abs(float(prototypes.std()) - 1) < 0.02
-
-
-def test_weights_are_a_copy_and_fill_a_network() -> None:
-    part = encoders.parse("cnn")
-    net = build(part, 1, 10)
-    weights = net.weights()
-    with torch.no_grad():
-        net.prototypes.add_(1)
-    assert not torch.equal(weights["prototypes"], net.prototypes)
-    again = filled(part, 1, 10, net.weights()).eval()
-    images = torch.randn(3, 1, 8, 8)
-    assert torch.equal(again(images), net.eval()(images))

@@ -1,8 +1,9 @@
-"""The command line: a thin face over the rest."""
+"""The command line: a thin layer over the library."""
 
 from __future__ import annotations
 
 import errno
+import gc
 import signal
 import sys
 
@@ -15,19 +16,19 @@ from oneround.cli import reporting as reporting
 from oneround.cli import running as running
 from oneround.cli import using as using
 from oneround.cli.options import app, err
-from oneround.errors import OneroundError
+from oneround.errors import Interrupted, OneroundError
 
-_FIXES = {
-    errno.ENOSPC: "free some space and go on with --resume",
-    errno.EEXIST: "a file is in the way, choose another place",
-    errno.ENOTDIR: "a file is in the way, choose another place",
-    errno.EISDIR: "a folder is there, name a file",
-    errno.EACCES: "choose a place you may write to",
-    errno.EROFS: "choose a place you may write to",
+_REMEDIES = {
+    errno.ENOSPC: "free some space and continue with --resume",
+    errno.EEXIST: "a file of that name exists; choose another path",
+    errno.ENOTDIR: "a file has the name of a folder in this path; choose another path",
+    errno.EISDIR: "that is a folder; give a file name",
+    errno.EACCES: "no permission to write there; choose another path",
+    errno.EROFS: "no permission to write there; choose another path",
 }
 
 
-_ORDER = (
+_ORDER = [
     "demo",
     "run",
     "methods",
@@ -40,35 +41,53 @@ _ORDER = (
     "evaluate",
     "predict",
     "export",
-)
+]
+"""Of the commands, as help shows them."""
 app.registered_commands.sort(
-    key=lambda command: _ORDER.index(command.name or getattr(command.callback, "__name__", ""))
-)  # as help shows them
+    key=lambda command: _ORDER.index(str(command.name or getattr(command.callback, "__name__", None)))
+)
 
 
 def main() -> None:
-    """Entry point: an error a user can put right is one line and its exit code."""
-    # Asked to end, a command ends what it started, as when interrupted.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # its terminal was closed, and nohup did not say to go on
-        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    """Entry point: an error that a user can fix is one line and its exit code."""
+    # A command that is terminated ends its workers, as when it is interrupted.
+    for asked in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(asked) != signal.SIG_IGN:  # nohup says to go on when the terminal is closed
+            signal.signal(asked, _interrupt)
     try:
         app()
     except OneroundError as error:
-        _say(str(error))
-        sys.exit(error.exit_code)
-    except OSError as error:
-        _say(_reason(error))
+        _print_error(str(error))
+        sys.exit(Interrupted.exit_code if _interrupted else error.exit_code)
+    except (Exception, SystemExit) as error:
+        if _interrupted and getattr(error, "code", 1) not in (0, Interrupted.exit_code):
+            _print_error(f"interrupted; what is done is kept, continue with --resume ({type(error).__name__}: {error})")
+            sys.exit(Interrupted.exit_code)
+        if not isinstance(error, OSError):
+            raise
+        _print_error(_reason(error))
         sys.exit(1)
+    finally:
+        gc.freeze()  # Python would look through all that PyTorch loaded once more before it ends
 
 
-def _say(text: str) -> None:
+_interrupted = False
+"""Whether this command was asked to end: what fails afterwards, a connection to a worker that is gone, is no error of its own."""
+
+
+def _interrupt(*_: object) -> None:
+    global _interrupted
+    _interrupted = True
+    raise KeyboardInterrupt
+
+
+def _print_error(text: str) -> None:
     for line in text.splitlines():
         err.print(f"[bold red]error:[/] {escape(line)}", highlight=False, soft_wrap=True)
 
 
 def _reason(error: OSError) -> str:
-    """What the system refused: where, why, and the way out where there is one."""
+    """An error of the operating system in one line: the file, the reason, and the remedy where one is known."""
     where = next((f"{name}: " for name in (error.filename2, error.filename) if name is not None), "")
-    fix = _FIXES.get(error.errno or 0)
+    fix = _REMEDIES.get(error.errno or 0)
     return where + " ".join((error.strerror or str(error)).split()) + (f"; {fix}" if fix else "")

@@ -1,11 +1,11 @@
-"""Commands for several runs together: sweep makes them, compare judges them."""
+"""Commands for many runs: sweep, compare."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,12 +19,16 @@ from oneround.cli.options import (
     data_overrides,
     finite,
     out,
+    print_line,
 )
+from oneround.config.load import checked, parse_override, read_mapping, read_yaml
 from oneround.errors import Interrupted, RecipeError, RunError
-from oneround.reading import checked, parse_override, read_yaml
+
+if TYPE_CHECKING:
+    from oneround.analysis.comparison import Group
+    from oneround.analysis.sheets import Sheet
 
 GOALS = [50.0, 60.0, 70.0, 80.0, 90.0]
-FORMATS = {".md": "md", ".csv": "csv", ".tex": "tex", ".json": "json"}
 
 
 @app.command()
@@ -33,7 +37,7 @@ def compare(
     baseline: Annotated[str | None, typer.Option("--baseline", help="Method the others are compared with; otherwise the first.")] = None,
     rule: Annotated[str | None, typer.Option("--rule", help="A fusion rule, or all; otherwise the one that makes each run's model.")] = None,
     methods: Annotated[list[str] | None, typer.Option("--method", help="Only this method; may be given several times.", metavar="NAME")] = None,
-    layout: Annotated[Literal["methods", "rounds", "lambda", "peaks", "goals", "gradients"], typer.Option("--layout", help="methods; rounds × methods; λ per client and round; peaks and falls; how soon it is how good; angles between gradients.")] = "methods",
+    layout: Annotated[Literal["methods", "rounds", "lambda", "peaks", "goals", "gradients"], typer.Option("--layout", help="methods; rounds × methods; λ per client and round; peak and final accuracy; epochs to each accuracy; cosines between gradients.")] = "methods",
     every: Annotated[int, typer.Option("--every", min=1, help="Show every so many epochs (rounds, lambda).")] = 1,
     goals: Annotated[list[float] | None, typer.Option("--goal", min=0, max=100, callback=finite, help="An accuracy in % for --layout goals; may be given several times.")] = None,
     interest: InterestOption = 1.0,
@@ -42,43 +46,42 @@ def compare(
     record: Annotated[Path | None, typer.Option("--keep", help="Also write down the runs, to compare them again without their folders.", metavar="FILE.json")] = None,
 ) -> None:  # fmt: skip
     """Say which method is better and whether the difference is real: paired by partition, tested, in words."""
-    from oneround import layouts
-    from oneround.compare import compare as grouped
-    from oneround.finished import find_runs, keep
-    from oneround.observe.formats import written
-    from oneround.protocol import blob
+    from oneround.analysis import tables
+    from oneround.analysis.comparison import compare as grouped
+    from oneround.analysis.sheets import SUFFIXES, render
+    from oneround.files import write_durably
+    from oneround.runs.archive import find_runs, keep
 
-    if target is not None and target.suffix not in FORMATS:
-        raise RecipeError(f"--out {target}: must end in {', '.join(FORMATS)}")
-    found = find_runs(runs)
-    groups = grouped(found, baseline, rule, common=common, only=methods or ())
-    sheets = []
-    for group in groups:
-        if layout == "methods":
-            sheets.append(layouts.methods_sheet(group, interest))
-        elif layout == "rounds":
-            sheets.append(layouts.rounds_sheet(group, every))
-        elif layout == "peaks":
-            sheets.append(layouts.peaks_sheet(group))
-        elif layout == "goals":
-            sheets.append(layouts.goals_sheet(group, goals or GOALS))
-        elif layout == "gradients":
-            sheets.append(layouts.gradients_sheet(group))
-        else:
-            sheets += layouts.lambda_sheets(group, every)
+    if target is not None and target.suffix not in SUFFIXES:
+        raise RecipeError(f"--out {target}: must end in {', '.join(SUFFIXES)}")
+    makers: dict[str, Callable[[Group], Sequence[Sheet]]] = {
+        "methods": lambda group: [tables.methods_sheet(group, interest)],
+        "rounds": lambda group: [tables.rounds_sheet(group, every)],
+        "lambda": lambda group: tables.lambda_sheets(group, every),
+        "peaks": lambda group: [tables.peaks_sheet(group)],
+        "goals": lambda group: [tables.goals_sheet(group, goals or GOALS)],
+        "gradients": lambda group: [tables.gradients_sheet(group)],
+    }
+    records = find_runs(runs)
+    groups = grouped(records, baseline, rule, common=common, only=methods or ())
+    sheets = [sheet for group in groups for sheet in makers[layout](group)]
     if not sheets:
         raise RecipeError("none of these runs has a λ (alignment); --layout methods or rounds")
     if record is not None:
-        keep(found, record)
-        out.print(f"{len(found)} runs kept in {record}", highlight=False, soft_wrap=True)
-    if target is not None:
-        blob.write_durably(target, written(sheets, FORMATS[target.suffix]).encode())
-        out.print(f"written to {target}", highlight=False)
-        return
+        keep(records, record)
+        print_line(f"{len(records)} runs kept in {record}")
+    if target is None:
+        _print_sheets(sheets)
+    else:
+        write_durably(target, render(sheets, target.suffix).encode())
+        print_line(f"written to {target}")
+
+
+def _print_sheets(sheets: Iterable[Sheet]) -> None:
     for sheet in sheets:
         out.print(sheet.terminal())
         for line in [*sheet.verdicts(), *sheet.notes]:
-            out.print(f"  {line}", highlight=False, markup=False)
+            print_line(f"  {line}", wrap=True)
 
 
 @app.command()
@@ -92,61 +95,51 @@ def sweep(
     data_dir: DataDirOption = None,
     device: DeviceOption = None,
     sets: SetOption = None,
-    minutes: Annotated[float | None, typer.Option("--minutes", min=0.01, help="Stop between epochs after so long; the same command goes on.")] = None,
+    minutes: Annotated[float | None, typer.Option("--minutes", min=0.01, help="Time budget: stop between two epochs; the same command resumes.")] = None,
     workers: Annotated[int | None, typer.Option("--workers", min=1, help="Cells at once; otherwise one per GPU, or per core.")] = None,
     ray: Annotated[str | None, typer.Option("--ray", help="Run the cells on a Ray cluster: its address, or local.", metavar="ADDRESS")] = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder of the sweep: every cell is a run folder in it.")] = Path("sweeps/sweep"),
     baseline: Annotated[str | None, typer.Option("--baseline", help="Method the others are compared with.")] = None,
 ) -> None:  # fmt: skip
     """Run a grid of methods × α × partitions × seeds × any recipe key; resumable, side by side, with a time budget."""
-    from oneround.compare import compare as grouped
-    from oneround.finished import find_runs
-    from oneround.layouts import methods_sheet
-    from oneround.observe.progress import SweepLive
-    from oneround.sweep import Grid, cells, read_grid
-    from oneround.sweep import sweep as run_all
+    from oneround.analysis.comparison import compare as grouped
+    from oneround.analysis.tables import methods_sheet
+    from oneround.cli.progress import SweepLive
+    from oneround.runs.archive import find_runs
+    from oneround.studies.sweep import Grid, cells, read_grid
+    from oneround.studies.sweep import sweep as run_all
 
-    raw: dict[str, Any] = (
-        read_grid(Path(methods[0])) if len(methods) == 1 and _describes_a_sweep(methods[0]) else {"methods": methods}
-    )
-    given = {"alpha": alpha, "partitions": partitions, "seeds": seeds}
-    raw |= {key: _values(key, text) for key, text in given.items() if text is not None}
+    described = len(methods) == 1 and _describes_a_sweep(Path(methods[0]))
+    raw: dict[str, Any] = read_grid(methods[0]) if described else {"methods": methods}
+    axes = {"alpha": alpha, "partitions": partitions, "seeds": seeds}
+    raw |= {key: _values(key, text) for key, text in axes.items() if text is not None}
     raw["grid"] = {**raw.get("grid", {}), **_axes(grid or [])}
     overrides = dict(data_overrides(data)) if data is not None else {}
     raw["set"] = {**overrides, **raw.get("set", {}), **dict(parse_override(text) for text in sets or [])}
     local = {"local.data_path": None if data_dir is None else str(data_dir), "local.device": device}
-    every = cells(checked(Grid, raw), [(key, value) for key, value in local.items() if value is not None])
+    grid_cells = cells(checked(Grid, raw), [(key, value) for key, value in local.items() if value is not None])
     try:
         with SweepLive(out) as live:
-            standing = run_all(every, folder, minutes=minutes, workers=workers, ray=ray, emit=live.emit)
+            progress = run_all(grid_cells, folder, minutes=minutes, workers=workers, ray=ray, emit=live.emit)
     except KeyboardInterrupt:
         raise Interrupted("interrupted; what is done is kept, the same command goes on") from None
-    if standing.left:
-        out.print(f"{len(standing.left)} cells are left, the time is over; the same command goes on.", highlight=False)
-    if standing.done:
-        runs = find_runs([folder / name for name in standing.done])
-        common = bool(standing.left or standing.failed)
+    if progress.left:
+        print_line(f"{len(progress.left)} cells are left, the time is over; the same command goes on.")
+    if progress.done:
+        runs = find_runs([folder / name for name in progress.done])
+        common = bool(progress.left or progress.failed)
         baseline = baseline or grouped(runs, common=common)[0].baseline.method
-        for group in grouped(runs, baseline, common=common):
-            sheet = methods_sheet(group, 1.0)
-            out.print(sheet.terminal())
-            for line in [*sheet.verdicts(), *sheet.notes]:
-                out.print(f"  {line}", highlight=False, markup=False)
+        _print_sheets(methods_sheet(group, 1.0) for group in grouped(runs, baseline, common=common))
         again = shlex.join(["oneround", "compare", str(folder), "--baseline", baseline, *["--common"] * common])
-        out.print(f"Everything is in {folder}/; look again with {again}", highlight=False, soft_wrap=True)
-    if standing.failed:
-        raise RunError("\n".join(f"{name}: {text}" for name, text in standing.failed.items()))
+        print_line(f"Everything is in {folder}/; look again with {again}")
+    if progress.failed:
+        raise RunError("\n".join(f"{name}: {text}" for name, text in progress.failed.items()))
 
 
-def _describes_a_sweep(name: str) -> bool:
-    path = Path(name)
-    if not path.is_file() or path.suffix not in (".yaml", ".yml"):
-        return False
-    try:
-        raw = read_yaml(path.read_text(encoding="utf-8"), name)
-    except UnicodeDecodeError:
-        return False  # a recipe that is none says so
-    return isinstance(raw, dict) and "methods" in raw
+def _describes_a_sweep(path: Path) -> bool:
+    """Whether this is the file of a sweep and not of a recipe."""
+    form = "a recipe is a YAML mapping (extends: fafi, …), that of a sweep has methods: [...]"
+    return path.is_file() and path.suffix in (".yaml", ".yml") and "methods" in read_mapping(path, form)
 
 
 def _values(key: str, text: str) -> Any:
@@ -154,17 +147,17 @@ def _values(key: str, text: str) -> Any:
     return text if "-" in text and "," not in text else read_yaml(f"[{text}]", f"--{key}")
 
 
-def _axes(texts: Sequence[str]) -> dict[str, list[Any]]:
+def _axes(texts: Iterable[str]) -> dict[str, list[Any]]:
+    """`--grid` options: recipe keys with the values to try."""
     axes: dict[str, list[Any]] = {}
-    for key, values in map(_axis, texts):
+    for text in texts:
+        key, _, values = text.partition("=")
+        key = key.strip()
+        if not values:
+            raise RecipeError(
+                f"--grid {text}: write it as key=a,b,… for example --grid training.learning_rate=0.05,0.1"
+            )
         if key in axes:
             raise RecipeError(f"--grid {key}: given twice; write all values in one")
-        axes[key] = values
+        axes[key] = read_yaml(f"[{values}]", f"--grid {key}")
     return axes
-
-
-def _axis(text: str) -> tuple[str, list[Any]]:
-    key, equals, values = text.partition("=")
-    if not equals or not values:
-        raise RecipeError(f"--grid {text}: write it as key=a,b,… for example --grid training.learning_rate=0.05,0.1")
-    return key.strip(), read_yaml(f"[{values}]", f"--grid {key}")

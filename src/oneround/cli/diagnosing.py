@@ -1,4 +1,4 @@
-"""The command that says what went wrong in a run: diagnose."""
+"""The command diagnose."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from oneround.cli.options import app, out
+from oneround.cli.options import app, out, print_line
+from oneround.formatting import plural
 
 if TYPE_CHECKING:
-    from oneround.diagnose import Diagnosis
-    from oneround.observe.diagnosis import Finding
+    from oneround.analysis.diagnosis import Finding
+    from oneround.analysis.diagnosis.diagnose import Diagnosis
 
 COLOURS = {"problem": "bold red", "warning": "yellow", "note": "cyan"}
 
@@ -29,44 +30,38 @@ def diagnose(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:  # fmt: skip
     """Say what went wrong in a run: client, epoch, value, the threshold it crossed, and what to do."""
-    from oneround.diagnose import diagnose as look
+    from oneround.analysis.diagnosis.diagnose import diagnose as look
 
-    told = look(folder, deep=deep)
+    diagnosis = look(folder, deep=deep)
     if as_json:
-        typer.echo(json.dumps({"run": str(folder), **told.plain()}, ensure_ascii=False, indent=1))
+        typer.echo(json.dumps({"run": str(folder), **diagnosis.plain()}, ensure_ascii=False, indent=1))
         return
-    _say(_summary(folder, told))
-    for line in _lines(told.findings):
+    print_line(_summary(folder, diagnosis))
+    for line in _lines(diagnosis.findings):
         out.print(line, highlight=False, soft_wrap=True)
-    if told.geometry:
-        out.print(_geometry(told))
-        _say(
+    if diagnosis.geometry:
+        out.print(_geometry(diagnosis))
+        print_line(
             "NC1: scatter within classes over that between them, 0: a point per class; NC2: 0 when class means are a simplex"
         )
-    if not told.findings:
-        _say(f"looked for {', '.join(told.looked)}: found nothing")
-    if told.aside:
-        _say("nothing to look at for " + ", ".join(f"{rule} ({why})" for rule, why in told.aside.items()))
-    for remark in told.remarks:
-        _say(f"note: {remark}")
+    if not diagnosis.findings:
+        print_line(f"looked for {', '.join(diagnosis.looked)}: found nothing")
+    if diagnosis.skipped:
+        print_line("nothing to look at for " + ", ".join(f"{rule} ({why})" for rule, why in diagnosis.skipped.items()))
+    for remark in diagnosis.remarks:
+        print_line(f"note: {remark}")
 
 
-def _say(text: str) -> None:
-    out.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _summary(folder: Path, told: Diagnosis) -> str:
-    done = [entries[-1]["epoch"] for entries in told.run.entries.values() if entries]
+def _summary(folder: Path, diagnosis: Diagnosis) -> str:
+    run = diagnosis.run
+    done = [max(by_epoch) for by_epoch in run.measurements.epochs.values()]
     far = f"{min(done)}" if len(set(done)) == 1 else f"{min(done)} to {max(done)}" if done else "0"
-    number = len(told.findings)
-    return (
-        f"{folder}: {told.run.recipe.method}, {len(told.run.clients)} clients, {far} of {told.run.epochs} epochs; "
-        f"{number or 'no'} finding{'s' * (number != 1)}"
-    )
+    number = plural(len(diagnosis.findings), "finding") if diagnosis.findings else "no findings"
+    return f"{folder}: {run.recipe.method}, {len(run.trained)} clients, {far} of {run.recipe.epochs} epochs; {number}"
 
 
 def _lines(findings: Iterable[Finding]) -> Iterable[str]:
-    """Findings under their rule; advice that is the same for several is said once."""
+    """Findings under their rule; advice that is the same for several is printed once."""
     for (severity, rule, advice), group in groupby(
         findings, key=lambda finding: (finding.severity, finding.rule, finding.advice)
     ):
@@ -76,11 +71,12 @@ def _lines(findings: Iterable[Finding]) -> Iterable[str]:
         yield f"  → {escape(advice)}"
 
 
-def _geometry(told: Diagnosis) -> Table:
-    """How every encoder lays out the test images of its client's classes."""
+def _geometry(diagnosis: Diagnosis) -> Table:
+    """The geometry of every encoder's features on the test images of its client's classes."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for head in ("client", "classes", "effective rank", "NC1", "NC2"):
         table.add_column(head, justify="left" if head == "client" else "right")
-    for client, seen in told.geometry.items():
-        table.add_row(client, str(seen.classes), f"{seen.effective_rank:.2f}", f"{seen.nc1:.3g}", f"{seen.nc2:.2g}")
+    for client, geometry in diagnosis.geometry.items():
+        rank, nc1, nc2 = f"{geometry.effective_rank:.2f}", f"{geometry.nc1:.3g}", f"{geometry.nc2:.2g}"
+        table.add_row(client, str(geometry.classes), rank, nc1, nc2)
     return table

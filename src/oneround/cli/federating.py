@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from oneround.cli.options import (
     AlphaOption,
@@ -23,7 +22,9 @@ from oneround.cli.options import (
     app,
     make_recipe,
     out,
+    print_line,
 )
+from oneround.config.recipe import Recipe
 from oneround.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ InsecureOption = Annotated[
     bool, typer.Option("--insecure", help="Neither encrypted nor authenticated; this machine only.")
 ]
 OutOption = Annotated[
-    Path | None, typer.Option("--out", help="Run folder; otherwise a new one under runs/. An old one goes on.")
+    Path | None, typer.Option("--out", help="Run folder; otherwise a new one under runs/. An existing one is resumed.")
 ]
 
 
@@ -59,16 +60,16 @@ def server(
     """Serve one federation: send the broadcast, take one upload from every site, fuse them. Started again it goes on."""
     _need_flower()
     from oneround.federate.keys import KeyFolder
-    from oneround.federate.operating import be_server
+    from oneround.federate.launch import run_server
 
     resolved = make_recipe(recipe, data_dir=data_dir, changes={"local.device": device}, sets=sets)
-    place = folder or Path("runs") / time.strftime(f"{resolved.method}-federated-%Y%m%d-%H%M%S")
+    run_folder = folder or _new_folder(resolved)
     if (keys is None) != insecure:
         raise RecipeError(
             "give --keys FOLDER (make it with oneround federate keys FOLDER), or --insecure to try it on this machine"
         )
-    be_server(resolved, place, host, port, KeyFolder(keys) if keys else None, _say)
-    _show(place)
+    run_server(resolved, run_folder, host, port, KeyFolder(keys) if keys else None, _print_indented)
+    _print_result(run_folder)
 
 
 @federate.command()
@@ -91,20 +92,18 @@ def client(
     insecure: InsecureOption = False,
     sets: SiteSetOption = None,
 ) -> None:
-    """Take part with this machine's own images: train once, upload once. Killed and started again it goes on."""
+    """Take part with this machine's own images: train once, upload once. Started again after a kill, it resumes."""
     _need_flower()
     from oneround.federate.keys import KeyFolder
-    from oneround.federate.operating import Admission, be_client
+    from oneround.federate.launch import run_client
 
     if (keys is None) != insecure:
         raise RecipeError("give --keys FOLDER (ca.crt and this site's key), or --insecure for a server on this machine")
-    known = KeyFolder(keys) if keys else None
-    described = _site(
-        site, {"data": data, "name": name or _only_key(known, site), "folder": folder, "device": device}, sets
-    )
-    admission = Admission(known.ca, known.private(described.name)) if known else None
-    be_client(described, server, admission, _say)
-    out.print(f"{described.name}: done", highlight=False)
+    key_folder = KeyFolder(keys) if keys else None
+    named = name or _only_key(key_folder, site)
+    described = _site(site, {"data": data, "name": named, "folder": folder, "local.device": device}, sets)
+    run_client(described, server, key_folder, _print_indented)
+    print_line(f"{described.name}: done")
 
 
 @federate.command()
@@ -122,7 +121,7 @@ def local(
 ) -> None:
     """Try a whole federation on this machine: a server and several sites, each in processes of its own."""
     _need_flower()
-    from oneround.federate.operating import be_local
+    from oneround.federate.launch import run_local
 
     changes = {
         "partition.clients": clients,
@@ -131,9 +130,9 @@ def local(
         "local.device": device,
     }
     resolved = make_recipe(recipe, data=data, data_dir=data_dir, seed=seed, changes=changes, sets=sets)
-    place = folder or Path("runs") / time.strftime(f"{resolved.method}-federated-%Y%m%d-%H%M%S")
-    be_local(resolved, place, _say)
-    _show(place)
+    run_folder = folder or _new_folder(resolved)
+    run_local(resolved, run_folder, _print_indented)
+    _print_result(run_folder)
 
 
 @federate.command(name="keys")
@@ -151,66 +150,56 @@ def make_keys(
         raise RecipeError(
             "name what to make: --host SERVER-NAME for CA and certificate, --site NAME for a site's key pair"
         )
-    made = KeyFolder(folder).make(hosts or [], sites or [], days)
-    for path in made:
-        secret = path.suffix == ".key"
-        out.print(f"{path}{'   secret' if secret else ''}", highlight=False, soft_wrap=True)
-    out.print(
-        "ca.key stays with whoever runs the federation; a site needs ca.crt and its own key."
-        if made
-        else "all there already",
-        highlight=False,
-    )
+    written = KeyFolder(folder).make(hosts or [], sites or [], days)
+    for path in written:
+        print_line(f"{path}   secret" if path.suffix == ".key" else str(path))
+    explanation = "ca.key stays with whoever runs the federation; a site needs ca.crt and its own key."
+    print_line(explanation if written else "all there already", wrap=True)
 
 
-def _say(line: str) -> None:
-    out.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+def _print_indented(line: str) -> None:
+    print_line(f"  {line}")
 
 
-def _show(place: Path) -> None:
+def _new_folder(recipe: Recipe) -> Path:
+    return Path("runs") / time.strftime(f"{recipe.method}-federated-%Y%m%d-%H%M%S")
+
+
+def _print_result(run_folder: Path) -> None:
     """The table of a finished run, as `oneround run` shows it."""
-    from oneround.observe.tables import score_table
-    from oneround.runs import Result
+    from oneround.analysis.terminal import score_table
+    from oneround.runs.result import Result
 
-    result = Result.read(place)
+    result = Result.read(run_folder)
     if result.rules:
         out.print(score_table(result.rules, result.clients))
     for remark in result.remarks:
-        out.print(f"note: {escape(remark)}", highlight=False)
-    out.print(f"Everything is in {place}/", highlight=False, soft_wrap=True)
+        print_line(f"note: {remark}", wrap=True)
+    print_line(f"Everything is in {run_folder}/")
 
 
 def _only_key(keys: KeyFolder | None, site: Path | None) -> str | None:
-    """A site with one private key need not say its name twice."""
+    """The name of the only private key, which is the site's where none is given."""
     own = sorted(file.stem for file in (keys.path / "sites").glob("*.key")) if keys and not site else []
     return own[0] if len(own) == 1 else None
 
 
-def _site(file: Path | None, given: dict[str, Any], sets: list[str] | None) -> SiteFile:
+def _site(path: Path | None, options: dict[str, Any], sets: list[str] | None) -> SiteFile:
     """The site file with the command line on top."""
+    from oneround.config.load import assign, checked, parse_override, read_mapping
     from oneround.federate.sites import SiteFile
-    from oneround.reading import assign, checked, parse_override, read_yaml
 
-    raw: dict[str, Any] = {}
-    if file is not None:
-        if not file.is_file():
-            raise DataError(f"--site {file}: no such file")
-        try:
-            raw = read_yaml(file.read_text(encoding="utf-8"), str(file)) or {}
-        except UnicodeDecodeError:
-            raise DataError(f"--site {file}: not text; a site file is YAML (images are named in it, data:)") from None
-        if not isinstance(raw, dict):
-            raise DataError(f"--site {file}: must be a mapping of keys to values")
-    device = given.pop("device")
-    raw |= {key: str(value) for key, value in given.items() if value is not None}
-    if device is not None:
-        assign(raw, "local.device", device)
+    if path is not None and not path.is_file():
+        raise DataError(f"--site {path}: no such file")
+    raw = {} if path is None else read_mapping(path, "a site file is a YAML mapping (name: …, data: …)")
+    for key, value in options.items():
+        if value is not None:
+            assign(raw, key, str(value))
     for text in sets or []:
         assign(raw, *parse_override(text))
     if "name" not in raw:
         raise DataError("give this site a name: --name NAME, the one its key is registered for")
-    raw.setdefault("folder", str(Path("sites") / str(raw["name"])))
-    raw["folder"] = str(Path(raw["folder"]).resolve())
+    raw["folder"] = str(Path(raw.get("folder", Path("sites") / str(raw["name"]))).resolve())
     if "data" in raw and Path(str(raw["data"])).exists():
         raw["data"] = str(Path(str(raw["data"])).resolve())
     return checked(SiteFile, raw, "site")

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from oneround.config.load import load, parse_override
+from oneround.config.recipe import Recipe
 from oneround.errors import DataError, RecipeError
-from oneround.reading import load, parse_override
-from oneround.recipe import Recipe
 
 app = typer.Typer(
     help="One-shot federated learning: every site trains once, uploads once, the server fuses one model.",
@@ -21,6 +21,12 @@ app = typer.Typer(
 )
 out = Console()
 err = Console(stderr=True)
+
+
+def print_line(text: str, console: Console = out, *, wrap: bool = False) -> None:
+    """Print text without markup or highlighting. `wrap`: break it between words; else a path in it can be copied."""
+    console.print(text, highlight=False, markup=False, soft_wrap=not wrap)
+
 
 RecipeArgument = Annotated[
     str,
@@ -40,8 +46,7 @@ DataDirOption = Annotated[
 ClientsOption = Annotated[int | None, typer.Option("--clients", help="Number of clients.")]
 AlphaOption = Annotated[float | None, typer.Option("--alpha", help="Dirichlet α: 0.05 is very skewed, 100 even.")]
 PartitionOption = Annotated[
-    str | None,
-    typer.Option("--partition", help="dirichlet, dirichlet-overlap, shards, iid, quantity-skew or natural."),
+    str | None, typer.Option("--partition", help="dirichlet, dirichlet-overlap, shards, iid, quantity-skew or natural.")
 ]
 SeedOption = Annotated[
     int | None, typer.Option("--seed", help="Sets the partition, initialisation and training seeds together.")
@@ -54,13 +59,12 @@ SetOption = Annotated[
     ),
 ]
 SiteSetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Any key of a site file: --set local.threads=2", metavar="KEY=VALUE"),
+    list[str] | None, typer.Option("--set", help="Any key of a site file: --set local.threads=2", metavar="KEY=VALUE")
 ]
 
 
 def finite(option: typer.CallbackParam, value: Any) -> Any:
-    """Numbers, one or several, that are numbers: `nan` passes every limit."""
+    """Refuse numbers that are not finite: `nan` is within every limit."""
     for each in value if isinstance(value, list) else [value]:
         if each is not None and not math.isfinite(each):
             raise RecipeError(f"{option.opts[0]} {each}: must be a number")
@@ -84,6 +88,8 @@ def make_recipe(
     sets: list[str] | None = None,
 ) -> Recipe:
     """A recipe with the command line's short options, then `--set`, on top."""
+    import oneround.catalog  # noqa: F401 — brings PyTorch, so not before it is needed
+
     overrides: list[tuple[str, Any]] = data_overrides(data) if data is not None else []
     if data_dir is not None:
         overrides.append(("local.data_path", str(data_dir)))
@@ -96,9 +102,9 @@ def make_recipe(
 
 def data_overrides(data: str) -> list[tuple[str, Any]]:
     """`--data` takes the name of a data set, an .npz file, or a folder of images."""
-    from oneround.parts import slot
+    from oneround.data import datasets
 
-    if data in slot("data").kinds:
+    if data in datasets.kinds:
         return [("data.kind", data)]
     if data.endswith(".npz"):
         return [("data.kind", "npz"), ("local.data_path", data)]

@@ -1,4 +1,4 @@
-"""The command that writes things up: report."""
+"""The command report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from oneround.cli.options import InterestOption, app, out
+from oneround.cli.options import InterestOption, app, print_line
 
 
 @app.command()
@@ -18,11 +18,11 @@ def report(
     interest: InterestOption = 1.0,
 ) -> None:  # fmt: skip
     """Write one HTML file about a run or a sweep: charts, comparison, findings; it opens offline."""
-    from oneround.observe.words import size_in_words
-    from oneround.protocol import blob
+    from oneround.files import write_durably
+    from oneround.formatting import format_bytes
     from oneround.report import report as page
 
     file = target / "report.html" if target.is_dir() else target
     raw = page(runs, baseline, interest).encode()
-    blob.write_durably(file, raw)
-    out.print(f"written to {file} ({size_in_words(len(raw))})", highlight=False)
+    write_durably(file, raw)
+    print_line(f"written to {file} ({format_bytes(len(raw))})")

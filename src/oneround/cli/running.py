@@ -24,12 +24,17 @@ from oneround.cli.options import (
     app,
     make_recipe,
     out,
+    print_line,
 )
-from oneround.reading import change
-from oneround.recipe import Recipe
+from oneround.config.load import change
+from oneround.config.recipe import Recipe
+from oneround.processes import load_workers, may_use_workers
 
 if TYPE_CHECKING:
-    from oneround.observe.diagnosis import Finding
+    from oneround.analysis.diagnosis import Finding
+
+WORKERS = "oneround.simulate.workers"
+"""Named, not imported: this process has not loaded PyTorch yet when the workers' process begins to."""
 
 
 @app.command()
@@ -40,27 +45,29 @@ def demo(
     sets: SetOption = None,
 ) -> None:
     """See what one round can give: FAFI on real digits, five skewed clients, every fusion rule on the same uploads."""
-    from oneround.observe.progress import Live
-    from oneround.observe.tables import terminal_table
-    from oneround.study import accuracies, study, table_rows
+    if may_use_workers(None):
+        load_workers(WORKERS)
+    from oneround.analysis.terminal import accuracy_table
+    from oneround.cli.progress import Live
+    from oneround.studies.study import study
 
     started = time.monotonic()
-    place = folder or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    run_folder = folder or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     recipe = make_recipe("demo", sets=sets)
     with Live(out, every_snapshot=False) as live:
-        finished = study(recipe, place, range(1, partitions + 1), resume=resume, emit=live.emit)
+        finished = study(recipe, run_folder, range(1, partitions + 1), resume=resume, emit=live.emit)
     out.print()
     title = f"FAFI on {recipe.data.kind}, {recipe.partition.label}: test accuracy in % over {partitions} partitions"
-    out.print(terminal_table(table_rows(accuracies(finished.record()), "average"), title, "average"))
+    out.print(accuracy_table(finished.accuracies, title, "average"))
     for seed, result in zip(finished.partitions, finished.results, strict=True):
-        alone = "  ".join(f"{100 * value:.1f}" for value in result.clients.values())
-        out.print(f"partition {seed}, each client alone: {alone}", highlight=False)
+        local = "  ".join(f"{100 * value:.1f}" for value in result.clients.values())
+        print_line(f"partition {seed}, each client alone: {local}")
         for remark in result.remarks:
-            out.print(f"partition {seed}: {escape(remark)}", highlight=False)
-    out.print(f"{time.monotonic() - started:.0f} s. Everything is in {place}/", highlight=False, soft_wrap=True)
-    out.print(f"  {place}/accuracy.png   accuracy over local training", highlight=False, soft_wrap=True)
-    out.print(f"  {place}/partition_1/partition.png   who holds what", highlight=False, soft_wrap=True)
-    out.print(f"  oneround predict {place}/partition_1 IMAGE…   use the fused model", highlight=False, soft_wrap=True)
+            print_line(f"partition {seed}: {remark}", wrap=True)
+    print_line(f"{time.monotonic() - started:.0f} s. Everything is in {run_folder}/")
+    print_line(f"  {run_folder}/accuracy.png   accuracy over local training")
+    print_line(f"  {run_folder}/partition_1/partition.png   who holds what")
+    print_line(f"  oneround predict {run_folder}/partition_1 IMAGE…   use the fused model")
 
 
 @app.command()
@@ -89,9 +96,11 @@ def run(
     sets: SetOption = None,
 ) -> None:
     """Run a method: all clients on this machine, one upload each, every fusion rule of the recipe scored."""
-    from oneround.diagnose import live as watch
-    from oneround.observe.progress import Live
-    from oneround.observe.tables import score_table
+    if may_use_workers(device):
+        load_workers(WORKERS)  # beside all that follows, which loads PyTorch here
+    from oneround.analysis.diagnosis.diagnose import LiveDiagnosis
+    from oneround.analysis.terminal import score_table
+    from oneround.cli.progress import Live
     from oneround.simulate import run as simulate
 
     changes = {
@@ -112,37 +121,33 @@ def run(
     started = time.monotonic()
     with Live(out) as live:
 
-        def tell(found: Finding) -> None:
-            if found.severity != "note":
-                live.say(f"  {found.words}")
+        def on_finding(finding: Finding) -> None:
+            if finding.severity != "note":
+                live.print_line(f"  {finding.summary}")
 
-        result = simulate(resolved, folder, resume=resume, emit=watch(folder, tell, live.emit))
+        result = simulate(resolved, folder, resume=resume, emit=LiveDiagnosis(folder, on_finding, live.emit))
     out.print()
     out.print(score_table(result.rules, result.clients))
     mixes = ", ".join(f"{name} {100 * value:.1f}" for name, value in result.personalised.items())
     if mixes:
-        out.print(f"on each client's own mix of classes, mean: {mixes}", highlight=False)
+        print_line(f"on each client's own mix of classes, mean: {mixes}", wrap=True)
     for rule, epoch in result.chosen.items():
-        shown = f"{100 * result.curves[rule][epoch]:.2f} % (on validation {100 * result.validation[rule][epoch]:.2f} %)"
-        out.print(f"chosen on validation data: {rule} at epoch {epoch}, {shown}", highlight=False)
+        test, validation = 100 * result.curves[rule][epoch], 100 * result.validation[rule][epoch]
+        print_line(
+            f"chosen on validation data: {rule} at epoch {epoch}, {test:.2f} % (on validation {validation:.2f} %)"
+        )
     for remark in result.remarks:
-        out.print(f"note: {escape(remark)}", highlight=False)
-    out.print(f"{time.monotonic() - started:.0f} s. Everything is in {folder}/", highlight=False, soft_wrap=True)
-    out.print("  accuracy.png  partition.png  result.json  metrics.jsonl  model/  uploads/", highlight=False)
-    out.print(f"  oneround diagnose {folder}   what went wrong, if anything", highlight=False, soft_wrap=True)
-    out.print(f"  oneround report {folder}     everything in one page", highlight=False, soft_wrap=True)
+        print_line(f"note: {remark}", wrap=True)
+    print_line(f"{time.monotonic() - started:.0f} s. Everything is in {folder}/")
+    print_line("  accuracy.png  partition.png  result.json  metrics.jsonl  model/  uploads/")
+    print_line(f"  oneround diagnose {folder}   what went wrong, if anything")
+    print_line(f"  oneround report {folder}     everything in one page")
 
 
 def _run_name(recipe: Recipe) -> str:
     """`fafi-cifar10-dirichlet-clients5-alpha0.05-s1`"""
-    return "-".join(
-        [
-            recipe.method,
-            recipe.data.kind,
-            *recipe.partition.label.replace("=", "").split(),
-            f"s{recipe.seeds.partition}",
-        ]
-    )
+    partition = recipe.partition.label.replace("=", "").replace(" ", "-")
+    return f"{recipe.method}-{recipe.data.kind}-{partition}-s{recipe.seeds.partition}"
 
 
 @app.command(name="partition")
@@ -158,29 +163,28 @@ def show_partition(
     sets: SetOption = None,
 ) -> None:
     """Show who would hold what, without training: a table here and a picture in a file."""
-    from oneround.data import load_dataset, partitions
-    from oneround.observe.pictures import draw_partition, picture_file
+    from oneround.data import load_dataset
+    from oneround.runs.pictures import draw_partition, picture_file
+    from oneround.server.plan import deal
 
     picture = picture_file(picture, "partition.png")
     changes = {"partition.kind": partition, "partition.clients": clients, "partition.alpha": alpha}
     resolved = make_recipe(recipe, data=data, data_dir=data_dir, seed=seed, changes=changes, sets=sets)
-    there = load_dataset(resolved.data, resolved.local.data_path)
-    split = partitions.of(resolved.partition).split(
-        there, resolved.seeds.partition, resolved.public, resolved.validation, resolved.clients_hold_back
-    )
-    title = f"{there.name}, {resolved.partition.label}, seed {resolved.seeds.partition}"
-    table = Table(title=title, title_justify="left", title_style="bold")
-    shown = there.class_names[:20]
-    for name in ("client", *shown, "all"):
-        table.add_column(name if len(name) <= 8 else f"{name[:7]}…", justify="right", no_wrap=True)
+    dataset = load_dataset(resolved.data, resolved.local.data_path)
+    dataset, split = deal(resolved, dataset)
+    title = f"{dataset.name}, {resolved.partition.label}, seed {resolved.seeds.partition}"
+    table = Table(title=escape(title), title_justify="left", title_style="bold")
+    columns = dataset.class_names[:20]
+    for name in ("client", *columns, "all"):
+        table.add_column(escape(name if len(name) <= 8 else f"{name[:7]}…"), justify="right", no_wrap=True)
     for number, counts in enumerate(split.counts.tolist()):
-        table.add_row(str(number), *(str(n) if n else "·" for n in counts[: len(shown)]), str(sum(counts)))
+        table.add_row(str(number), *(str(n) if n else "·" for n in counts[: len(columns)]), str(sum(counts)))
     needed = Console(width=1000).measure(table).maximum
     Console(width=max(out.width, needed)).print(table)  # a narrow terminal breaks lines rather than numbers
-    if there.classes > len(shown):
-        out.print(f"({there.classes - len(shown)} more classes are in the picture)", highlight=False)
+    if dataset.classes > len(columns):
+        print_line(f"({dataset.classes - len(columns)} more classes are in the picture)")
     for remark in split.remarks():
-        out.print(f"note: {remark}", highlight=False)
+        print_line(f"note: {remark}", wrap=True)
     picture.parent.mkdir(parents=True, exist_ok=True)
-    draw_partition(split, there.class_names, picture, title)
-    out.print(f"drawn in {picture}; digest {split.digest[:16]}", highlight=False, soft_wrap=True)
+    draw_partition(split, dataset.class_names, picture, title)
+    print_line(f"drawn in {picture}; digest {split.digest[:16]}")

@@ -1,10 +1,11 @@
-"""Commands that work on what is already there: fuse, evaluate, predict, export, methods."""
+"""Commands that use what a run left, and the list of methods: fuse, evaluate, predict, export, methods."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,13 +24,16 @@ from oneround.cli.options import (
     data_overrides,
     err,
     out,
+    print_line,
 )
+from oneround.config.load import parse_override, parse_part, presets
+from oneround.config.parts import load_plugin
 from oneround.errors import DataError, ProtocolError, RecipeError
-from oneround.parts import load_plugin
-from oneround.reading import parse_override, parse_part, presets
 
 if TYPE_CHECKING:
-    from oneround.protocol import GlobalModel
+    from oneround.fusion import Rule
+    from oneround.global_model import GlobalModel
+    from oneround.protocol import Broadcast
 
 PluginOption = Annotated[
     list[str] | None, typer.Option("--plugin", help="A module of yours with parts the model needs.", metavar="MODULE")
@@ -55,7 +59,7 @@ def fuse(
     ] = None,
     late: Annotated[
         list[Path] | None,
-        typer.Option("--with", help="An upload that came late, as if it had been there.", metavar="CLIENT.safetensors"),
+        typer.Option("--with", help="Add an upload that arrived late.", metavar="CLIENT.safetensors"),
     ] = None,
     data_dir: DataDirOption = None,
     sets: Annotated[
@@ -64,56 +68,93 @@ def fuse(
 ) -> None:
     """Fuse uploads that are already there: by one rule (the model is written) or by all (they are compared)."""
     from oneround import acts
+    from oneround.analysis.terminal import score_table
     from oneround.data import load_dataset
     from oneround.evaluate import score_uploads
-    from oneround.folder import RunFolder
     from oneround.fusion import rules
-    from oneround.observe.tables import score_table
-    from oneround.runs import server_of
+    from oneround.runs.folder import RunFolder
+    from oneround.server.plan import plan_run
 
-    place = RunFolder(folder)
-    recipe = place.read_recipe([("local.data_path", str(data_dir))] if data_dir else [])
-    uploads = place.uploads(without or (), late or ())
     if rule == "all" and (sets or target):
         raise RecipeError("--set and --out are for one rule; name it with --rule")
-    if rule == "all":
-        chosen = [rules.parse(kind) for kind in sorted(rules.kinds)]
-    else:
-        options = dict(parse_override(text) for text in sets or [])
-        chosen = [rules.of(parse_part("fusion", {"kind": rule, **options}))]
-    there = load_dataset(recipe.data, recipe.local.data_path)
-    site = server_of(recipe, there, folder)
-    usable = []
-    for each in chosen:
-        lacking = acts.lacking(each, uploads.broadcast)
-        if each.between_rounds and uploads.broadcast.weights:
-            why, fix = "it acts between rounds and cannot be applied afterwards", "run it, or choose another rule"
-        elif lacking:
-            why = f"these uploads do not carry what it needs ({', '.join(lacking)})"
-            fix = "name it in the recipe's fusion list and run again"
-        elif rule == "all" and each.needs_public and site.data is None:
-            why, fix = "the server has no public images", ""
+    run_folder = RunFolder(folder)
+    recipe = run_folder.read_recipe([("local.data_path", str(data_dir))] if data_dir else [])
+    uploads = run_folder.uploads(without or (), late or ())
+    epochs = _epochs_of(uploads.paths)
+    if len(epochs) > 1:
+        numbers = ", ".join(map(str, epochs))
+        print_line(
+            f"uploads are of different epochs ({numbers}): the run was stopped before every client reached the same epoch",
+            err,
+        )
+    options = dict(parse_override(text) for text in sets or [])
+    chosen = _every_rule() if rule == "all" else [rules.of(parse_part("fusion", {"kind": rule, **options}))]
+    dataset = load_dataset(recipe.data, recipe.local.data_path)
+    site = plan_run(recipe, dataset).server(folder)
+    usable: dict[str, Rule] = {}
+    for candidate in chosen:
+        why, fix = _obstacle(candidate, uploads.broadcast)
+        if rule == "all" and candidate.needs.public and site.data is None:
+            why = why or "the server has no public images"
+        if not why:
+            usable[candidate.label] = candidate
+        elif rule == "all":
+            print_line(f"{candidate.kind} is left out: {why}", err)
         else:
-            usable.append(each)
-            continue
-        if rule != "all":
-            raise ProtocolError(f"{each.kind}: {why}; {fix}")
-        err.print(f"{each.kind} is left out: {why}", highlight=False)
-    named = {each.label: each for each in usable}
-    made: dict[str, GlobalModel] = {}
-    if len(there.test):
-        scores, alone, _ = score_uploads(named, uploads, uploads.broadcast, there.test, site, made)
-        out.print(score_table(*({name: score.accuracy for name, score in part.items()} for part in (scores, alone))))
+            raise ProtocolError(f"{candidate.kind}: {why}; {fix}")
+    models: dict[str, GlobalModel] = {}
+    if len(dataset.test):
+        scores, clients, _ = score_uploads(usable, uploads, uploads.broadcast, dataset.test, site, models)
+        out.print(score_table(*({name: score.accuracy for name, score in part.items()} for part in (scores, clients))))
     elif rule == "all":
         raise DataError(f"{folder}: no test images here to compare rules on; name one with --rule, or give --data-dir")
     if rule != "all":
         written = target or folder / "fused" / _named(rule, without or (), late or ())
-        (made.get(usable[0].label) or acts.fuse(uploads, uploads.broadcast, site, usable[0])).save(written)
-        out.print(f"model written to {written}/", highlight=False)
+        ((label, single),) = usable.items()
+        (models.get(label) or acts.fuse(uploads, uploads.broadcast, site, single)).save(written)
+        print_line(f"model written to {written}/")
+
+
+def _every_rule() -> list[Rule]:
+    """Every registered rule with its default options; one that has an option without a default is left out with a remark."""
+    from oneround.fusion import rules
+
+    with_defaults = []
+    for kind in sorted(rules.kinds):
+        try:
+            with_defaults.append(rules.of(parse_part("fusion", kind)))
+        except RecipeError as error:
+            why = "; ".join(str(error).splitlines())
+            print_line(f"{kind} is left out: {why} (--rule {kind} --set OPTION=VALUE)", err)
+    return with_defaults
+
+
+def _obstacle(rule: Rule, broadcast: Broadcast) -> tuple[str, str]:
+    """Why a rule cannot fuse uploads to this broadcast, and what to do; both empty where it can."""
+    from oneround import acts
+
+    lacking = acts.lacking(rule, broadcast)
+    if rule.needs.state and broadcast.weights:
+        return "it acts between rounds and cannot be applied afterwards", "run it, or choose another rule"
+    if lacking:
+        why = f"these uploads do not carry what it needs ({', '.join(lacking)})"
+        return why, "name it in the recipe's fusion list and run again"
+    return "", ""
+
+
+def _epochs_of(uploads: Sequence[Path]) -> list[int]:
+    """The epochs that uploads are of, in order, from their manifests; a damaged upload is refused when it is fused."""
+    from oneround.protocol import blob
+
+    epochs = set()
+    for path in uploads:
+        with suppress(ProtocolError, KeyError, TypeError, ValueError):
+            epochs.add(int(blob.peek(path, "upload")["epoch"]))
+    return sorted(epochs)
 
 
 def _named(rule: str, without: Sequence[str], late: Sequence[Path]) -> str:
-    """What a model is called: its rule, and whose uploads it lacks or has besides."""
+    """The folder name of a model: its rule, and whose uploads were left out or added."""
     others = sorted({f"-without-{name}" for name in without} | {f"-with-{path.stem}" for path in late})
     name = rule + "".join(others)
     return name if len(name.encode()) < 120 else f"{rule}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
@@ -131,34 +172,38 @@ def evaluate(
     """Score a saved model on the test images of a data set (its own, unless another is named)."""
     from oneround.data import load_dataset
     from oneround.evaluate import score_model
+    from oneround.runs.folder import RunFolder
     from oneround.site import choose_device
 
     model = load_model(folder, plugins, streamed=True)
-    wanted: dict[str, Any] = dict(data_overrides(data)) if data else {"data.kind": model.recipe.data.dump()}
-    path = data_dir or wanted.get("local.data_path")
-    there = load_dataset(parse_part("data", wanted["data.kind"]), Path(path) if path else None)
-    if there.shape != model.shape or there.classes != len(model.class_names):
+    requested: dict[str, Any] = dict(data_overrides(data)) if data else {"data.kind": model.recipe.data.dump()}
+    path = data_dir or requested.get("local.data_path")
+    if path is None and data is None and (folder / "model").is_dir():
+        path = RunFolder(folder).read_recipe().local.data_path
+    dataset = load_dataset(parse_part("data", requested["data.kind"]), Path(path) if path else None)
+    if dataset.shape != model.shape or dataset.classes != len(model.class_names):
         raise DataError(
-            f"{there.name}: images {there.shape} of {there.classes} classes; "
+            f"{dataset.name}: images {dataset.shape} of {dataset.classes} classes; "
             f"this model takes {model.shape} and knows {len(model.class_names)} classes"
         )
-    if not len(there.test):
+    if not len(dataset.test):
         raise DataError(
-            f"{there.name}: no test images here; name some with --data-dir, or another data set with --data"
+            f"{dataset.name}: no test images here; name some with --data-dir, or another data set with --data"
         )
-    score = score_model(model, there.test, choose_device(device or "auto"))
+    score = score_model(model, dataset.test, choose_device(device or "auto"))
     if as_json:
-        typer.echo(json.dumps({"data": there.name, "rule": model.rule.label, **score.plain()}))
+        typer.echo(json.dumps({"data": dataset.name, "rule": model.rule.label, **score.plain()}))
         return
-    title = f"{model.rule.label} on {there.name}: {100 * score.accuracy:.2f} % of {score.samples:,} test images"
-    table = Table(title=title, title_justify="left", title_style="bold")
+    title = f"{model.rule.label} on {dataset.name}: {100 * score.accuracy:.2f} % of {score.samples:,} test images"
+    table = Table(title=escape(title), title_justify="left", title_style="bold")
     for head in ("class", "%", "most often taken for"):
         table.add_column(head, justify="right" if head == "%" else "left")
     for label, (name, value) in enumerate(zip(model.class_names, score.per_class, strict=True)):
         wrong = [0 if other == label else count for other, count in enumerate(score.confusion[label])]
         worst = wrong.index(max(wrong))
-        shown = "–" if value is None else f"{100 * value:.1f}"
-        table.add_row(name, shown, f"{model.class_names[worst]} ({wrong[worst]})" if wrong[worst] else "")
+        accuracy = "–" if value is None else f"{100 * value:.1f}"
+        confused = f"{model.class_names[worst]} ({wrong[worst]})" if wrong[worst] else ""
+        table.add_row(escape(name), accuracy, escape(confused))
     out.print(table)
 
 
@@ -169,15 +214,15 @@ def predict(
     plugins: PluginOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what image files show."""
+    """Classify image files."""
     import torch
 
     model = load_model(folder, plugins)
     probabilities = model.predict(torch.stack([model.read_image(path) for path in images]))
     for path, row in zip(images, probabilities.tolist(), strict=True):
         if as_json:
-            told = {"file": str(path), "probabilities": dict(zip(model.class_names, row, strict=True))}
-            typer.echo(json.dumps(told, ensure_ascii=False))
+            prediction = {"file": str(path), "probabilities": dict(zip(model.class_names, row, strict=True))}
+            typer.echo(json.dumps(prediction, ensure_ascii=False))
             continue
         best = sorted(range(len(row)), key=lambda label: -row[label])[:3]
         typer.echo(f"{path}: " + ", ".join(f"{model.class_names[label]} {row[label]:.1%}" for label in best))
@@ -194,11 +239,10 @@ def export(
         raise DataError(f"{target}: name a file that ends in .onnx")
     model = load_model(folder, plugins)
     difference = model.to_onnx(target)
-    out.print(
-        f"{target}: images (n, {', '.join(map(str, model.shape))}) in 0…1 → scores (n, {len(model.class_names)})",
-        highlight=False,
+    print_line(
+        f"{target}: images (n, {', '.join(map(str, model.shape))}) in 0…1 → scores (n, {len(model.class_names)})"
     )
-    out.print(f"onnxruntime gives the model's own scores to within {difference:.2g}", highlight=False)
+    print_line(f"onnxruntime gives the model's own scores to within {difference:.2g}")
 
 
 @app.command()
@@ -213,34 +257,32 @@ def methods(
     as_json: JsonOption = False,
 ) -> None:
     """List the presets with what crosses the network, or explain one with its formula."""
-    from oneround.describe import describe
+    from oneround.analysis.describe import describe
 
     chosen = [name] if name else list(presets())
     overrides = [parse_override(text) for text in sets or []]
-    told = [describe(each, model, classes, public, overrides) for each in chosen]
+    described = [describe(each, model, classes, public, overrides) for each in chosen]
     if as_json:
-        typer.echo(json.dumps([method.plain() for method in told], ensure_ascii=False, indent=1))
+        typer.echo(json.dumps([method.plain() for method in described], ensure_ascii=False, indent=1))
         return
     if name:
-        out.print("\n".join(told[0].lines()), highlight=False, markup=False)
+        print_line("\n".join(described[0].lines()), wrap=True)
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for head in ("name", "alias", "down", "up", "idea"):
         table.add_column(head, no_wrap=head != "idea")
-    for method in sorted(told, key=lambda method: (int(method.alias[1:] or 99), method.name)):
+    for method in sorted(described, key=lambda method: (int(method.alias[1:] or 99), method.name)):
         needs = f" [needs {', '.join(method.needs)}]" if method.needs else ""
         table.add_row(method.name, method.alias, method.down, method.up, escape(method.idea + needs))
     out.print(table)
-    out.print(
-        f"Bytes are per client, for {model} (or the encoder a preset names) and {classes} classes. Explain one: oneround methods NAME",
-        highlight=False,
-    )
+    counted = f"Bytes are per client, for {model} (or the encoder a preset names) and {classes} classes."
+    print_line(f"{counted} Explain one: oneround methods NAME", wrap=True)
 
 
 def load_model(folder: Path, plugins: list[str] | None, *, streamed: bool = False) -> GlobalModel:
     """A model folder, or the model in a run folder (whose recipe names the plug-ins it needs)."""
-    from oneround.folder import RunFolder
-    from oneround.protocol import GlobalModel
+    from oneround.global_model import GlobalModel
+    from oneround.runs.folder import RunFolder
 
     for module in plugins or []:
         load_plugin(module)

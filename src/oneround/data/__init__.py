@@ -1,4 +1,4 @@
-"""Who has what: data sets, partitions, augmented views."""
+"""Data sets, partitions and augmented views."""
 
 from oneround.data import official as official
 from oneround.data.datasets import Loader, datasets, load_dataset

@@ -12,18 +12,25 @@ Taken without rounding to 0…1 in between they commute, so their order does not
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from oneround.sections import Augment
+from oneround.config.recipe import Federated
+from oneround.config.sections import Augment
 
 # What each column of a draw decides.
-AREA, RATIO, LEFT, TOP, FLIP, JITTER, BRIGHTNESS, CONTRAST, SATURATION, HUE, GREY = range(11)
 COLUMNS = 11
+AREA, RATIO, LEFT, TOP, FLIP, JITTER, BRIGHTNESS, CONTRAST, SATURATION, HUE, GREY = range(COLUMNS)
 MEAN, STD = 0.5, 0.5
 _LUMA = (0.299, 0.587, 0.114)
 _YIQ = (_LUMA, (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
+
+
+def preprocessing(recipe: Federated) -> tuple[float, float]:
+    """Mean and deviation that images in 0…1 are normalised with before an encoder sees them at inference."""
+    return (0.0, 1.0) if recipe.evaluation.unnormalised else (MEAN, STD)
 
 
 def draw(samples: int, generator: torch.Generator, *, per_batch: bool = False) -> Tensor:
@@ -61,8 +68,8 @@ def crop(images: Tensor, numbers: Tensor, options: Augment) -> Tensor:
 def _interpolation(start: Tensor, length: Tensor, flip: Tensor, size: int) -> Tensor:
     """(n, size, size) matrices that stretch `length` pixels from `start` over `size` pixels."""
     pixel = torch.arange(size, device=start.device, dtype=start.dtype)
-    place = torch.where(flip[:, None], size - 1 - pixel, pixel)
-    source = start[:, None] + (place + 0.5) * length[:, None] / size - 0.5
+    target = torch.where(flip[:, None], size - 1 - pixel, pixel)
+    source = start[:, None] + (target + 0.5) * length[:, None] / size - 0.5
     source = source.clamp(min=start[:, None], max=start[:, None] + (length[:, None] - 1).clamp(min=0))
     return (1 - (source[:, :, None] - pixel).abs()).clamp(min=0)
 
@@ -90,16 +97,12 @@ def recolour(images: Tensor, numbers: Tensor, options: Augment) -> Tensor:
     return (torch.einsum("nij,njhw->nihw", matrix, images) + offset[:, None, None, None]).clamp(0, 1)
 
 
-_constants: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
-
-
+@cache
 def _colour_matrices(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """RGB → RGB: the grey part of a colour, its chroma, and its chroma turned by a quarter circle; (3, 3) each."""
-    if device not in _constants:
-        yiq = torch.tensor(_YIQ, dtype=torch.float64)
-        back = torch.linalg.inv(yiq)
-        luma = back @ torch.diag(torch.tensor([1.0, 0, 0]).double()) @ yiq
-        plane = torch.eye(3).double() - luma
-        quarter = back @ torch.tensor([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]]).double() @ yiq
-        _constants[device] = (luma.float().to(device), plane.float().to(device), quarter.float().to(device))
-    return _constants[device]
+    yiq = torch.tensor(_YIQ, dtype=torch.float64)
+    back = torch.linalg.inv(yiq)
+    luma = back @ torch.diag(torch.tensor([1.0, 0, 0]).double()) @ yiq
+    plane = torch.eye(3).double() - luma
+    quarter = back @ torch.tensor([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]]).double() @ yiq
+    return luma.float().to(device), plane.float().to(device), quarter.float().to(device)

@@ -1,8 +1,10 @@
-"""Data sets: the slot, the embedded digits, and the open doors (an .npz file, a folder of images, arrays from Python)."""
+"""Data sets: the slot, the embedded digits, and loaders for your own data (an .npz file, a folder of images, arrays from Python)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -10,46 +12,47 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from oneround.config.parts import Part, Slot
 from oneround.data import files
 from oneround.data.images import Dataset, Images, dataset_from_arrays
 from oneround.data.own import own_images
 from oneround.errors import DataError
-from oneround.parts import Part, Slot
 
 Size = Annotated[int, Field(ge=8, le=64)]
 
 
 class Loader(Part):
-    """A data set that can be loaded. `mirror`: whether a mirror image keeps its label."""
+    """A data set that can be loaded."""
 
     mirror: ClassVar[bool] = True
+    """Whether a mirror image keeps its label."""
     elsewhere: ClassVar[bool] = False
     """Whether the training images are at the sites, so that there is nothing to deal out here."""
 
     def load(self, path: Path | None) -> Dataset:
-        """Read it from `path` (a folder, or the file itself), or from the cache, filling it if needed."""
+        """Read it from `path` (a folder, or the file itself), or from the cache, downloading it if needed."""
         raise NotImplementedError
 
 
 datasets: Slot[Loader] = Slot("data", Loader, default="digits")
 
 
-def load_dataset(part: Part, path: Path | None = None) -> Dataset:
+def load_dataset(part: Part, path: str | PathLike[str] | None = None) -> Dataset:
     """The data set a recipe names."""
-    return datasets.of(part).load(path)
+    return datasets.of(part).load(None if path is None else Path(path))
 
 
 @datasets.register("digits")
 class Digits(Loader):
     """1,797 handwritten digits of 8×8 pixels that come with scikit-learn; every fifth of each class is held out."""
 
-    mirror: ClassVar[bool] = False
+    mirror = False
 
     def load(self, path: Path | None) -> Dataset:
         content = np.loadtxt(_digits_file(), delimiter=",")
         pixels = np.round(content[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
         labels = content[:, -1].astype(np.int64)
-        rank = np.zeros(len(labels), np.int64)  # the how-many-eth of its class a sample is
+        rank = np.zeros(len(labels), np.int64)  # index of a sample within its class
         for digit in range(10):
             rank[labels == digit] = np.arange((labels == digit).sum())
         test = rank % 5 == 4
@@ -57,7 +60,7 @@ class Digits(Loader):
 
 
 def _digits_file() -> Path:
-    """Where scikit-learn keeps them. Importing it, to ask it, takes longer than training a client on them."""
+    """scikit-learn's file of the digits, found without importing scikit-learn, which takes longer than training on them."""
     package = find_spec("sklearn")
     assert package is not None and package.origin is not None
     return Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
@@ -91,24 +94,8 @@ class ImageFolder(Loader):
     def load(self, path: Path | None) -> Dataset:
         if path is None or not path.is_dir():
             raise DataError(f"images: no folder at local.data_path = {path}; name it with --data FOLDER")
-        found = {name: opener for name, opener in files.tree(path).items() if files.is_image(name)}
-        parts = {name: name.split("/") for name in found}
-        split = {"train": "train", "training": "train", "test": "test", "testing": "test", "val": "test"}
-        has_split = bool(found) and all(words[0].lower() in split and len(words) > 2 for words in parts.values())
-        depth = 1 if has_split else 0
-        flat = [name for name, words in parts.items() if len(words) <= depth + 1]
-        if flat or not found:
-            what = f"{flat[0]} lies outside any class folder" if flat else "no image in it"
-            raise DataError(
-                f"{path}: {what}; expected train/CLASS/image.png and test/CLASS/image.png, or CLASS/image.png"
-            )
-        labelled: dict[str, list[tuple[str, str]]] = {"train": [], "test": []}
-        for name, words in parts.items():
-            labelled[split[words[0].lower()] if has_split else "train"].append((name, words[depth]))
-        names = sorted({label for _, label in labelled["train"]})
-        for name, label in labelled["test"]:
-            if label not in names:
-                raise DataError(f"{path}/{name}: class '{label}' has no training image")
+        openers = files.tree(path)
+        labelled = files.labelled_images(path, openers)
         if not labelled["test"]:
             labelled = self._hold_out(labelled["train"])
             if not labelled["test"]:
@@ -116,18 +103,18 @@ class ImageFolder(Loader):
                     f"{path}: data.held_out = {self.held_out:g} of each class leaves no image to test on; "
                     "add images, or a test folder (test/CLASS/…), or raise data.held_out"
                 )
-        return decoded(self, path.name, str(path), found, labelled, tuple(names), self.size, 1 if self.grey else 3)
+        return decoded(self, path.name, str(path), openers, labelled, self.size, 1 if self.grey else 3)
 
-    def _hold_out(self, every: list[tuple[str, str]]) -> dict[str, list[tuple[str, str]]]:
-        """The last `held_out` of each class, in file-name order after a fixed shuffle."""
+    def _hold_out(self, every: list[tuple[str, str]]) -> files.Labelled:
+        """The last `held_out` of each class, after a fixed shuffle of all files."""
         order = np.random.RandomState(0).permutation(len(every))
-        kept: dict[str, list[tuple[str, str]]] = {"train": [], "test": []}
+        parts: files.Labelled = {"train": [], "test": []}
         for label in sorted({label for _, label in every}):
-            mine = [every[at] for at in order if every[at][1] == label]
-            cut = len(mine) - int(len(mine) * self.held_out)
-            kept["train"] += mine[:cut]
-            kept["test"] += mine[cut:]
-        return kept
+            images = [every[at] for at in order if every[at][1] == label]
+            kept = len(images) - int(len(images) * self.held_out)
+            parts["train"] += images[:kept]
+            parts["test"] += images[kept:]
+        return parts
 
 
 @datasets.register("sites")
@@ -138,7 +125,7 @@ class Sites(Loader):
     `public` in its `local.data_path`, each a folder of images by class or an .npz file (`test.npz`).
     """
 
-    elsewhere: ClassVar[bool] = True
+    elsewhere = True
     classes: Annotated[list[str], Field(min_length=2)]
     """Their names; a site's classes are matched by name."""
     size: Size = 32
@@ -150,9 +137,9 @@ class Sites(Loader):
         shape = (1 if self.grey else 3, self.size, self.size)
 
         def part(name: str) -> Images:
-            there = [path / word for word in (name, f"{name}.npz") if (path / word).exists()] if path else []
-            if there:
-                return own_images(str(there[0]), self.classes, shape, {})
+            paths = [path / word for word in (name, f"{name}.npz") if (path / word).exists()] if path else []
+            if paths:
+                return own_images(str(paths[0]), self.classes, shape, {})
             return Images(torch.zeros((0, *shape), dtype=torch.uint8), torch.zeros(0, dtype=torch.int64))
 
         return Dataset(self.kind, part("public"), part("test"), tuple(self.classes))
@@ -166,59 +153,49 @@ class Arrays(Loader):
         raise DataError("data = arrays: hand the data set in from Python, or name a .npz file with --data")
 
 
-def from_npz(path: Path, name: str, names: tuple[str, ...] = (), mirror: bool = True) -> Dataset:
+def from_npz(path: Path, name: str, default_names: tuple[str, ...] = (), mirror: bool = True) -> Dataset:
     content = files.read_npz(path)
     missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in content]
     if missing:
         raise DataError(f"{path}: no {', '.join(missing)} in it; expected x_train, y_train, x_test, y_test")
-    given = _names_in(path, content["class_names"]) if "class_names" in content else names
-    made = dataset_from_arrays(
+    names = content.get("class_names", np.array(default_names))
+    if names.ndim != 1:
+        raise DataError(f"{path}: class_names has shape {names.shape}; give a list of names, one per class")
+    dataset = dataset_from_arrays(
         name,
         *(content[key] for key in ("x_train", "y_train", "x_test", "y_test")),
-        class_names=given or None,
+        class_names=tuple(map(str, names)) or None,
         group_train=content.get("group_train"),
         mirror=mirror,
     )
-    if not given:
-        _check_numbers(path, made)
-    return made
-
-
-def _check_numbers(path: Path, made: Dataset) -> None:
-    """Labels without names count from 0, and each has a training image."""
-    missing = np.flatnonzero(np.bincount(made.train.labels.numpy(), minlength=made.classes) == 0)
-    if len(missing):
+    unseen = np.flatnonzero(dataset.train.class_counts(dataset.classes) == 0)
+    if not len(names) and len(unseen):
         raise DataError(
-            f"{path}: no training image has the label {missing[0]}, and labels go up to {made.classes - 1}; "
+            f"{path}: no training image has the label {unseen[0]}, and labels go up to {dataset.classes - 1}; "
             "count them from 0 without gaps, or name all classes in class_names"
         )
-
-
-def _names_in(path: Path, given: files.Array) -> tuple[str, ...]:
-    if given.ndim != 1:
-        raise DataError(f"{path}: class_names has shape {given.shape}; give a list of names, one per class")
-    return tuple(str(word) for word in given)
+    return dataset
 
 
 def decoded(
     loader: Loader,
     name: str,
     where: str,
-    found: dict[str, files.Opener],
-    labelled: dict[str, list[tuple[str, str]]],
-    class_names: tuple[str, ...],
+    openers: Mapping[str, files.Opener],
+    labelled: files.Labelled,
     size: int,
-    channels: int,
+    channels: int = 3,
 ) -> Dataset:
-    """A data set from lists of (file name, class name)."""
-    number = {label: index for index, label in enumerate(class_names)}
+    """A data set from image files; its classes are those of the training images."""
+    numbers = {label: number for number, label in enumerate(sorted({label for _, label in labelled["train"]}))}
     arrays: list[Any] = []
     for part in ("train", "test"):
-        lost = next((file for file, label in labelled[part] if file not in found or label not in number), None)
-        if lost is not None:
-            raise DataError(f"{where}: {lost} is listed but its file or class is missing")
-        arrays.append(
-            files.decode_images(where, [(file, found[file]) for file, _ in labelled[part]], (size, size), channels)
-        )
-        arrays.append(np.array([number[label] for _, label in labelled[part]], np.int64))
-    return dataset_from_arrays(name, *arrays, class_names=class_names, mirror=loader.mirror)
+        for file, label in labelled[part]:
+            if file not in openers:
+                raise DataError(f"{where}: {file} is listed but missing")
+            if label not in numbers:
+                raise DataError(f"{where}/{file}: class '{label}' has no training image")
+        names = (file for file, _ in labelled[part])
+        arrays.append(files.decode_images(where, openers, names, (size, size), channels))
+        arrays.append(np.array([numbers[label] for _, label in labelled[part]], np.int64))
+    return dataset_from_arrays(name, *arrays, class_names=tuple(numbers), mirror=loader.mirror)

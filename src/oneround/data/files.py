@@ -7,7 +7,7 @@ import io
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,10 @@ from oneround.errors import DataError
 
 Array = NDArray[Any]
 Opener = Callable[[], bytes]
+Labelled = dict[str, list[tuple[str, str]]]
+"""Files of each part of the data, `train` and `test`, with their classes."""
+SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "val": "test"}
+"""What a folder above the class folders may be called, in any case, and which part of the data it holds."""
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".ppm", ".pgm", ".bmp", ".webp", ".tif", ".tiff", ".gif"}
 
 
@@ -87,20 +91,20 @@ def read_npz(path: Path) -> dict[str, Array]:
 
 def tar_members(path: Path, names: Sequence[str]) -> dict[str, bytes]:
     """Files of a .tar.gz by their base name, without unpacking it."""
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     try:
         with tarfile.open(path) as archive:
             for member in archive:
                 name = Path(member.name).name
                 if member.isfile() and name in names:
                     content = archive.extractfile(member)
-                    found[name] = content.read() if content else b""
+                    contents[name] = content.read() if content else b""
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: damaged archive ({error}); delete it and fetch it again") from None
     for name in names:
-        if name not in found:
+        if name not in contents:
             raise DataError(f"{path}: no {name} in this archive")
-    return found
+    return contents
 
 
 def tree(path: Path) -> dict[str, Opener]:
@@ -122,15 +126,37 @@ def is_image(name: str) -> bool:
     return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".") and "__MACOSX" not in path.parts
 
 
-def decode_images(where: str, files: Sequence[tuple[str, Opener]], size: tuple[int, int], channels: int) -> Array:
+def labelled_images(path: Path, names: Iterable[str]) -> Labelled:
+    """The images among a folder's files, each with its class: SPLIT/CLASS/image.png, or CLASS/image.png, all of it `train`.
+
+    >>> labelled_images(Path("pets"), ["Train/cat/1.png", "val/cat/2.png", "read.me"])
+    {'train': [('Train/cat/1.png', 'cat')], 'test': [('val/cat/2.png', 'cat')]}
+    """
+    parts = {name: name.split("/") for name in names if is_image(name)}
+    has_splits = bool(parts) and all(folders[0].lower() in SPLITS and len(folders) > 2 for folders in parts.values())
+    depth = 1 if has_splits else 0
+    unclassed = next((name for name, folders in parts.items() if len(folders) <= depth + 1), None)
+    if unclassed or not parts:
+        problem = f"{unclassed} lies outside any class folder" if unclassed else "no image in it"
+        raise DataError(
+            f"{path}: {problem}; expected train/CLASS/image.png and test/CLASS/image.png, or CLASS/image.png"
+        )
+    labelled: Labelled = {"train": [], "test": []}
+    for name, folders in parts.items():
+        labelled[SPLITS[folders[0].lower()] if has_splits else "train"].append((name, folders[depth]))
+    return labelled
+
+
+def decode_images(
+    where: str, openers: Mapping[str, Opener], names: Iterable[str], size: tuple[int, int], channels: int
+) -> Array:
     """Image files → uint8 (n, height, width, channels), scaled to fit; `size` is (width, height)."""
 
-    def decode(item: tuple[str, Opener]) -> Array:
-        name, opener = item
-        return decode_image(f"{where}/{name}", opener, size, channels)
+    def decode(name: str) -> Array:
+        return decode_image(f"{where}/{name}", openers[name], size, channels)
 
     with ThreadPoolExecutor() as pool:
-        decoded = list(pool.map(decode, files, chunksize=64))
+        decoded = list(pool.map(decode, names, chunksize=64))
     return np.stack(decoded) if decoded else np.zeros((0, size[1], size[0], channels), np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Labelled images, the one form in which data moves through the program."""
+"""Labelled images: the data type used in the whole package."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from oneround.errors import DataError
 
+Shape = tuple[int, int, int]
+"""Of an image: (channels, height, width)."""
 BATCH = 500  # images that a network sees at a time when nothing is trained
 
 
@@ -63,8 +65,7 @@ class Dataset:
         return len(self.class_names)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """(channels, height, width)"""
+    def shape(self) -> Shape:
         channels, height, width = self.train.pixels.shape[1:]
         return channels, height, width
 
@@ -118,15 +119,15 @@ def images_from_arrays(name: str, x: Any, y: Any, part: str = "") -> Images:
     return images
 
 
-def _class_names(name: str, train: Images, test: Images, given: tuple[str, ...] | None) -> tuple[str, ...]:
+def _class_names(name: str, train: Images, test: Images, class_names: tuple[str, ...] | None) -> tuple[str, ...]:
     """The names given, or 0…C−1; every label must have one."""
-    lowest, highest = (int(find(find(train.labels), find(test.labels))) for find in (torch.min, torch.max))
-    if given is None and highest >= len(train):
+    lowest, highest = (int(label) for label in torch.cat([train.labels, test.labels]).aminmax())
+    if class_names is None and highest >= len(train):
         raise DataError(
             f"{name}: a label of {highest} means {highest + 1} classes, more than the {len(train)} training images; "
             "number the classes from 0 without gaps, or give class_names"
         )
-    names = given or tuple(str(label) for label in range(highest + 1))
+    names = class_names or tuple(str(label) for label in range(highest + 1))
     if lowest < 0 or highest >= len(names):
         raise DataError(
             f"{name}: labels run from {lowest} to {highest}, but there are {len(names)} classes (0 to {len(names) - 1})"
@@ -136,9 +137,9 @@ def _class_names(name: str, train: Images, test: Images, given: tuple[str, ...] 
     return names
 
 
-def _groups(name: str, given: Any, samples: int) -> NDArray[np.int64]:
+def _groups(name: str, group_train: Any, samples: int) -> NDArray[np.int64]:
     """Group ids of any type → 0…G−1, one per training sample."""
-    ids = np.asarray(given).reshape(-1)
+    ids = np.asarray(group_train).reshape(-1)
     if len(ids) != samples:
         raise DataError(f"{name}: {len(ids)} group ids for {samples} training images (group_train)")
     missing = ids != ids  # only what is no value differs from itself: NaN, NaT
@@ -150,8 +151,8 @@ def _groups(name: str, given: Any, samples: int) -> NDArray[np.int64]:
     return np.unique(ids, return_inverse=True)[1].astype(np.int64).reshape(-1)
 
 
-def _pixels(name: str, key: str, given: Any) -> Tensor:
-    array = given.numpy() if isinstance(given, Tensor) else np.asarray(given)
+def _pixels(name: str, key: str, values: Any) -> Tensor:
+    array = np.asarray(values)
     if array.ndim == 3:
         array = array[..., None]
     if array.ndim != 4:
@@ -171,8 +172,8 @@ def _pixels(name: str, key: str, given: Any) -> Tensor:
     return torch.from_numpy(np.array(array, np.uint8, order="C", copy=True))
 
 
-def _labels(name: str, key: str, given: Any) -> Tensor:
-    array = given.numpy() if isinstance(given, Tensor) else np.asarray(given)
+def _labels(name: str, key: str, values: Any) -> Tensor:
+    array = np.asarray(values)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise DataError(f"{name}: {key} must be one whole number per image, got {array.dtype} with shape {array.shape}")
     if array.size and int(array.max()) >= 2**63:

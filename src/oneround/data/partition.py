@@ -1,4 +1,4 @@
-"""Who holds what: rules that deal the training samples out to clients.
+"""Partitions: rules that deal the training samples out to clients.
 
 A partition depends on its options, its seed and the labels alone. Except for `dirichlet-overlap` every sample goes to
 exactly one client. Clients left with nothing are kept in the list and reported; they take no part in training.
@@ -7,6 +7,7 @@ exactly one client. Clients left with nothing are kept in the list and reported;
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -14,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from oneround.config.parts import PartitionPart, Slot
 from oneround.data.images import Dataset
 from oneround.errors import RecipeError
-from oneround.parts import Part, Slot
 from oneround.seeds import derive
 
 Index = NDArray[np.int64]
@@ -25,18 +26,25 @@ TRIES = 1000
 
 
 class Pool(NamedTuple):
-    """What a partition may look at: the labels, how many classes there are, and group ids where the data has them."""
+    """The samples to deal out, as far as a rule may know them."""
 
     labels: Index
     classes: int
+    """How many classes there are."""
     groups: Index | None
+    """Group ids, where the data has them."""
+
+    def by_class(self) -> list[Index]:
+        """The samples of each class."""
+        return [np.flatnonzero(self.labels == label) for label in range(self.classes)]
 
 
 @dataclass(frozen=True)
 class Split:
-    """A partition that was dealt: the sample numbers of every client."""
+    """A data set that was dealt out."""
 
     clients: tuple[Index, ...]
+    """The sample numbers of every client."""
     counts: NDArray[np.int64]
     """(clients, classes): how many samples of each class each client holds."""
     shared: int
@@ -46,8 +54,8 @@ class Split:
     public: Index
     """The samples the server keeps; no client holds any of them."""
     validation: Index
-    """The samples held back to choose by; nobody trains on them."""
-    held: tuple[Index, ...]
+    """The validation samples; nobody trains on them."""
+    client_validation: tuple[Index, ...]
     """Which of those each client held back itself; none where they come from the public images."""
 
     @property
@@ -59,17 +67,17 @@ class Split:
         return [number for number, size in enumerate(self.sizes) if size == 0]
 
     def remarks(self) -> list[str]:
-        """What a reader of a result has to know about this partition."""
-        told = []
+        """Notes for readers of a result."""
+        remarks = []
         if self.empty:
             names = ", ".join(map(str, self.empty))
-            told.append(f"left with no samples and taking no part: client{'s' * (len(self.empty) > 1)} {names}")
+            remarks.append(f"left with no samples and taking no part: client{'s' * (len(self.empty) > 1)} {names}")
         if self.shared:
-            told.append(
+            remarks.append(
                 f"clients SHARE data: {self.shared:,} images are held by more than one client, {sum(self.sizes):,} client "
                 "samples in all; accuracies are not comparable with those of disjoint partitions"
             )
-        return told
+        return remarks
 
     def plain(self) -> dict[str, Any]:
         return {
@@ -83,7 +91,7 @@ class Split:
         }
 
 
-class Partition(Part):
+class Partition(PartitionPart):
     """A rule that deals samples out."""
 
     clients: Annotated[int, Field(ge=1)] = 5
@@ -92,48 +100,45 @@ class Partition(Part):
 
     @property
     def label(self) -> str:
-        """Its kind and every option that says something."""
-        return self.words({key: value for key, value in self.model_dump().items() if value})
+        """Its kind and every option that is set."""
+        return self.describe({key: value for key, value in self.model_dump().items() if value})
+
+    def num_clients(self, data: Dataset) -> int:
+        """Number of clients with this data set; some may be left without samples."""
+        return self.clients
 
     def deal(self, pool: Pool, random: Random, mix: Random) -> list[Index]:
-        """One draw: the sample numbers of each client. `random` draws who gets how much, `mix` which samples."""
+        """One draw: the sample numbers of each client. `random` draws the clients' sizes, `mix` shuffles the samples."""
         raise NotImplementedError
 
     def split(
-        self,
-        data: Dataset,
-        seed: int,
-        public: float = 0.0,
-        validation: float = 0.0,
-        clients_hold_back: bool | None = None,
+        self, data: Dataset, seed: int, public: float = 0.0, validation: float = 0.0, clients_hold_back: bool = False
     ) -> Split:
-        """Deal the data set out, honouring `minimum` or saying why it cannot be; before that the server takes its public share.
+        """Deal the data set to the clients, after taking the server's public share; RecipeError if no draw reaches `minimum`.
 
-        What is held back for validation comes from every client's samples or from that public share; left open: from the latter
-        if there is one.
+        What is held back for validation comes from that public share, or from every client's samples if there is none or if
+        `clients_hold_back`.
         """
-        of_clients = not public if clients_hold_back is None else clients_hold_back
-        kept = _public(data, public, seed)
-        rest = np.setdiff1d(np.arange(len(data.train)), kept)
-        labels = data.train.labels.numpy()[rest]
-        if self.clients > len(labels):
+        clients, of_clients = self.num_clients(data), clients_hold_back or not public
+        public_samples = _public(data, public, seed)
+        rest = np.setdiff1d(np.arange(len(data.train)), public_samples)
+        if clients > len(rest):
+            raise RecipeError(f"partition.clients = {clients}: must be ≤ {len(rest)}, the number of training samples")
+        if clients * self.minimum > len(rest):
             raise RecipeError(
-                f"partition.clients = {self.clients}: must be ≤ {len(labels)}, the number of training samples"
+                f"partition.minimum = {self.minimum}: {clients} clients would need {clients * self.minimum} "
+                f"samples, there are {len(rest)}; must be ≤ {len(rest) // clients}"
             )
-        if self.clients * self.minimum > len(labels):
-            raise RecipeError(
-                f"partition.minimum = {self.minimum}: {self.clients} clients would need {self.clients * self.minimum} "
-                f"samples, there are {len(labels)}; must be ≤ {len(labels) // self.clients}"
-            )
-        pool = Pool(labels, data.classes, None if data.groups is None else data.groups[rest])
-        random, mix = Random(seed), Random(derive(seed, "samples") % 2**32)
-        best = -1
+        groups = None if data.groups is None else data.groups[rest]
+        pool = Pool(data.train.labels.numpy()[rest], data.classes, groups)
+        rule = self.model_copy(update={"clients": clients})
+        random, mix = Random(seed), _random(seed, "samples")
+        held_back_share, best = validation if of_clients else 0.0, -1
         for _ in range(TRIES):
-            dealt = self.deal(pool, random, mix)
-            held = validation if of_clients else 0.0
-            smallest = min(len(client) - int(held * len(client)) for client in dealt)
+            dealt = rule.deal(pool, random, mix)
+            smallest = min(len(client) - int(held_back_share * len(client)) for client in dealt)
             if smallest >= self.minimum:
-                return _split([rest[client] for client in dealt], kept, data, validation, seed, of_clients)
+                return _split([rest[client] for client in dealt], public_samples, data, validation, seed, of_clients)
             best = max(best, smallest)
         raise RecipeError(
             f"partition.minimum = {self.minimum}: no draw of {TRIES} gave every client that many (best: {best}); "
@@ -144,55 +149,60 @@ class Partition(Part):
 partitions: Slot[Partition] = Slot("partition", Partition, default="dirichlet")
 
 
+def _random(seed: int, purpose: str) -> Random:
+    return Random(derive(seed, purpose) % 2**32)
+
+
 def _public(data: Dataset, share: float, seed: int) -> Index:
     """That share of every class, rounded, at random."""
-    labels, random = data.train.labels.numpy(), Random(derive(seed, "public") % 2**32)
-    each = [random.permutation(np.flatnonzero(labels == label)) for label in range(data.classes)]
-    return np.sort(np.concatenate([samples[: round(share * len(samples))] for samples in each])).astype(np.int64)
+    random = _random(seed, "public")
+    classes = Pool(data.train.labels.numpy(), data.classes, None).by_class()
+    return np.sort(np.concatenate([random.permutation(each)[: round(share * len(each))] for each in classes]))
 
 
-def _hold_back(samples: Index, share: float, random: Random) -> tuple[Index, Index]:
-    """(kept, held back): that share at random, rounded down, so that nobody is left with nothing."""
-    held = np.sort(random.permutation(samples)[: int(share * len(samples))])
-    return np.setdiff1d(samples, held), held
+def _hold_back(samples: Index, share: float, random: Random) -> Index:
+    """That share at random, rounded down, so that nobody is left with nothing."""
+    return np.sort(random.permutation(samples)[: int(share * len(samples))])
 
 
 def _split(dealt: list[Index], public: Index, data: Dataset, validation: float, seed: int, of_clients: bool) -> Split:
     labels = data.train.labels.numpy()
-    random = Random(derive(seed, "validation") % 2**32)
-    held: list[Index] = [np.empty(0, np.int64) for _ in dealt]
-    chosen = held[0]
+    random = _random(seed, "validation")
+    every = np.unique(np.concatenate(dealt))
+    held_back: list[Index] = [np.empty(0, np.int64) for _ in dealt]
+    chosen = held_back[0]
     if not of_clients:
-        public, chosen = _hold_back(public, validation, random)
-    elif validation and len(np.unique(np.concatenate(dealt))) == sum(map(len, dealt)):
-        held = [_hold_back(client, validation, random)[1] for client in dealt]
-        chosen = np.sort(np.concatenate(held))
+        chosen = _hold_back(public, validation, random)
+        public = np.setdiff1d(public, chosen)
+    elif validation and len(every) == sum(map(len, dealt)):
+        held_back = [_hold_back(client, validation, random) for client in dealt]
+        chosen = np.sort(np.concatenate(held_back))
     elif validation:  # shared samples are held back from all who have them, so they are drawn for all together
-        chosen = _hold_back(np.unique(np.concatenate(dealt)), validation, random)[1]
-        left = [np.setdiff1d(client, chosen) for client in dealt]
-        needed = [client[:1] for client, kept in zip(dealt, left, strict=True) if len(client) and not len(kept)]
+        chosen = _hold_back(every, validation, random)
+        remaining = [np.setdiff1d(client, chosen) for client in dealt]
+        needed = [client[:1] for client, rest in zip(dealt, remaining, strict=True) if len(client) and not len(rest)]
         chosen = np.setdiff1d(chosen, np.concatenate(needed)) if needed else chosen
-        held = [np.intersect1d(client, chosen) for client in dealt]
+        held_back = [np.intersect1d(client, chosen) for client in dealt]
     clients = tuple(np.setdiff1d(client, chosen).astype(np.int64) for client in dealt)
     counts = np.stack([np.bincount(labels[client], minlength=data.classes) for client in clients]).astype(np.int64)
     holders = np.bincount(np.concatenate(clients), minlength=len(labels))
     digest = hashlib.sha256(data.fingerprint.encode())
     for client in clients:
         digest.update(f"/{len(client)}/".encode() + client.tobytes())
-    return Split(clients, counts, int((holders > 1).sum()), digest.hexdigest(), public, chosen, tuple(held))
+    return Split(clients, counts, int((holders > 1).sum()), digest.hexdigest(), public, chosen, tuple(held_back))
 
 
-def spoil(labels: Index, split: Split, clients: int, share: float, classes: int, seed: int) -> Index:
-    """Labels with that share of so many clients' samples, trained on or held back, moved to another class at random."""
-    random, wrong = Random(derive(seed, "label noise") % 2**32), labels.copy()
+def add_label_noise(labels: Index, split: Split, clients: int, share: float, classes: int, seed: int) -> Index:
+    """Labels of which that share is wrong, at so many clients: samples trained on or held back move to another class at random."""
+    random, noisy = _random(seed, "label noise"), labels.copy()
     with_data = [number for number, size in enumerate(split.sizes) if size]
     if clients > len(with_data):
         raise RecipeError(f"label_noise.clients = {clients}: must be ≤ {len(with_data)}, the clients with data")
     for number in np.sort(random.permutation(with_data)[:clients]):
-        mine = np.concatenate([split.clients[number], split.held[number]])
-        chosen = random.permutation(mine)[: round(share * len(mine))]
-        wrong[chosen] = (labels[chosen] + random.randint(1, max(2, classes), len(chosen))) % classes
-    return wrong
+        samples = np.concatenate([split.clients[number], split.client_validation[number]])
+        wrong = random.permutation(samples)[: round(share * len(samples))]
+        noisy[wrong] = (labels[wrong] + random.randint(1, classes, len(wrong))) % classes
+    return noisy
 
 
 def _shares(random: Random, alpha: float, parts: int) -> NDArray[np.float64]:
@@ -213,47 +223,48 @@ def _cut(samples: Index, counts: NDArray[np.int64]) -> list[Index]:
     return np.split(samples, np.cumsum(counts)[:-1])
 
 
+def _joined(pieces: Iterable[Iterable[Index]]) -> list[Index]:
+    """Each client's pieces in one array; there may be none."""
+    return [np.concatenate([np.empty(0, np.int64), *client]) for client in pieces]
+
+
 @partitions.register("dirichlet")
 class Dirichlet(Partition):
     """Each class is dealt to the clients in Dirichlet(α) proportions; every sample once."""
 
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 0.05
-    """Small: each class goes to few clients. Large: everybody gets the same mix."""
+    """Small: each class goes to few clients. Large: every client gets the same mix."""
 
     def deal(self, pool: Pool, random: Random, mix: Random) -> list[Index]:
-        dealt: list[list[Index]] = [[] for _ in range(self.clients)]
-        for label in range(pool.classes):
-            samples = np.flatnonzero(pool.labels == label)
+        pieces = []
+        for samples in pool.by_class():
             counts = _whole(random, _shares(random, self.alpha, self.clients), len(samples))
-            for client, piece in zip(dealt, _cut(mix.permutation(samples), counts), strict=True):
-                client.append(piece)
-        return [np.concatenate(client) for client in dealt]
+            pieces.append(_cut(mix.permutation(samples), counts))
+        return _joined(zip(*pieces, strict=True))
 
 
 @partitions.register("dirichlet-overlap")
 class DirichletOverlap(Partition):
     """Each client takes its Dirichlet share of ten times class 0 from every class on its own, so clients share samples.
 
-    Kept to reproduce published numbers that were made this way; a run that uses it says so.
+    Kept to reproduce published results; a run that uses it says so.
     """
 
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 0.05
 
     def deal(self, pool: Pool, random: Random, mix: Random) -> list[Index]:
         shares = np.stack([_shares(random, self.alpha, self.clients) for _ in range(pool.classes)])
-        wanted = np.round(10 * (pool.labels == 0).sum() * shares)
-        dealt: list[list[Index]] = [[] for _ in range(self.clients)]
-        for label in range(pool.classes):
-            samples = np.flatnonzero(pool.labels == label)
-            for client in range(self.clients):
-                take = int(min(len(samples), wanted[label, client]))
-                dealt[client].append(mix.permutation(samples)[:take])
-        return [np.concatenate(client) for client in dealt]
+        requested = np.round(10 * (pool.labels == 0).sum() * shares).astype(np.int64)
+        pieces = [
+            [mix.permutation(samples)[:number] for number in numbers]
+            for samples, numbers in zip(pool.by_class(), requested, strict=True)
+        ]
+        return _joined(zip(*pieces, strict=True))
 
 
 @partitions.register("iid")
 class Iid(Partition):
-    """Everybody gets an equal random part."""
+    """Every client gets an equal random part."""
 
     def deal(self, pool: Pool, random: Random, mix: Random) -> list[Index]:
         return list(np.array_split(mix.permutation(len(pool.labels)), self.clients))
@@ -261,7 +272,7 @@ class Iid(Partition):
 
 @partitions.register("quantity-skew")
 class QuantitySkew(Partition):
-    """Everybody gets the same mix of classes, but Dirichlet(α) shares of the whole."""
+    """Every client gets the same mix of classes, but a Dirichlet(α) share of the samples."""
 
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 0.5
 
@@ -272,7 +283,7 @@ class QuantitySkew(Partition):
 
 @partitions.register("shards")
 class Shards(Partition):
-    """Everybody gets samples of `labels_per_client` classes; the holders of a class share it equally."""
+    """Every client gets samples of `labels_per_client` classes; the holders of a class share it equally."""
 
     labels_per_client: Annotated[int, Field(ge=1)] = 2
 
@@ -289,17 +300,16 @@ class Shards(Partition):
             )
         # Walk through a shuffled ring of classes: each class is held equally often (give or take one), never twice by one client.
         ring = random.permutation(classes)
-        held = [
+        classes_of = [
             [int(ring[(client * self.labels_per_client + step) % classes]) for step in range(self.labels_per_client)]
             for client in range(self.clients)
         ]
         dealt: list[list[Index]] = [[] for _ in range(self.clients)]
-        for label in range(pool.classes):
-            holders = [client for client in range(self.clients) if label in held[client]]
-            samples = mix.permutation(np.flatnonzero(pool.labels == label))
-            for client, piece in zip(holders, np.array_split(samples, len(holders)), strict=True):
+        for label, samples in enumerate(pool.by_class()):
+            holders = [client for client in range(self.clients) if label in classes_of[client]]
+            for client, piece in zip(holders, np.array_split(mix.permutation(samples), len(holders)), strict=True):
                 dealt[client].append(piece)
-        return [np.concatenate(client) for client in dealt]
+        return _joined(dealt)
 
 
 @partitions.register("natural")
@@ -307,34 +317,24 @@ class Natural(Partition):
     """Clients as the data has them: samples with the same group id stay together."""
 
     clients: Annotated[int, Field(ge=1)] | None = None  # type: ignore[assignment]
-    """Left out: one client per group. Fewer than groups: groups are dealt out, the largest first, to the smallest client."""
+    """Default: one client per group. Fewer than groups: groups are dealt out, the largest first, to the smallest client."""
 
-    def split(
-        self,
-        data: Dataset,
-        seed: int,
-        public: float = 0.0,
-        validation: float = 0.0,
-        clients_hold_back: bool | None = None,
-    ) -> Split:
+    def num_clients(self, data: Dataset) -> int:
         if data.groups is None:
             raise RecipeError("partition = natural: this data set has no group ids (group_train in the .npz)")
-        there = int(data.groups.max()) + 1
-        wanted = there if self.clients is None else self.clients
-        if wanted > there:
-            raise RecipeError(f"partition.clients = {wanted}: must be ≤ {there}, the number of groups")
-        bounded = self.model_copy(update={"clients": wanted})
-        return Partition.split(bounded, data, seed, public, validation, clients_hold_back)
+        groups = int(data.groups.max()) + 1
+        if self.clients is not None and self.clients > groups:
+            raise RecipeError(f"partition.clients = {self.clients}: must be ≤ {groups}, the number of groups")
+        return groups if self.clients is None else self.clients
 
     def deal(self, pool: Pool, random: Random, mix: Random) -> list[Index]:
-        groups = pool.groups
-        assert groups is not None
-        members = [np.flatnonzero(groups == group) for group in range(int(groups.max()) + 1)]
+        assert pool.groups is not None and self.clients is not None
+        groups = range(max(int(pool.groups.max()) + 1, self.clients))
+        members = [np.flatnonzero(pool.groups == group) for group in groups]
         if self.clients == len(members):
             return members
-        assert self.clients is not None
         dealt: list[list[Index]] = [[] for _ in range(self.clients)]
         for group in sorted(random.permutation(len(members)), key=lambda group: -len(members[group])):
             smallest = min(dealt, key=lambda client: sum(len(piece) for piece in client))
             smallest.append(members[group])
-        return [np.concatenate(client) for client in dealt]
+        return _joined(dealt)

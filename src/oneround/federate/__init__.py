@@ -1,5 +1,4 @@
-"""The Flower transport: the same three acts between machines. Nothing outside this folder knows Flower.
+"""The Flower transport: the same three acts between machines. Nothing outside this folder imports Flower.
 
-The ServerApp (`server.py`) carries a Broadcast down and takes Uploads in; the ClientApp (`client.py`) trains and keeps what it
-trained. What travels is the safetensors blob itself.
+The ServerApp (`server_app.py`) sends a Broadcast and collects Uploads; the ClientApp (`client_app.py`) trains and keeps its upload. What travels is the safetensors blob itself.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import socket
 import ssl
@@ -25,8 +24,9 @@ from cryptography.hazmat.primitives.serialization import (
 
 from oneround.errors import DataError
 from oneround.federate.sites import NAME
+from oneround.files import OWNER_ONLY, write_durably
 
-LOOPBACK = ("localhost", "127.0.0.1")
+CURVE = ec.SECP384R1()
 
 
 class KeyFolder:
@@ -48,12 +48,12 @@ class KeyFolder:
         return sorted(file.stem for file in (self.path / "sites").glob("*.pub"))
 
     def make(self, hosts: Sequence[str], sites: Sequence[str], days: float = 825) -> list[Path]:
-        """What is not there yet of an authority and a certificate for these hosts, and of a pair for every site named.
+        """Make what is missing: an authority and a certificate for these hosts, and a key pair for every site named.
 
-        Nothing that is there is touched; a site that makes its own pair need not show its private key to anybody.
+        Existing files stay as they are. A site that makes its own pair need not show its private key to anybody.
         """
         for site in sites:
-            if not re.match(NAME, site):
+            if not re.fullmatch(NAME, site):
                 raise DataError(f"--site {site}: a site's name is letters, digits, _ . and -, at most 64")
         if any(not host.strip() for host in hosts):
             raise DataError("--host: is empty; give the name or address by which sites reach the server")
@@ -64,85 +64,79 @@ class KeyFolder:
                     f"{self.certificate}: is there, its {self.ca.name} is not; remove it too, then both are made again"
                 )
             self._check_hosts(hosts)
-        made: list[Path] = []
+        written: list[Path] = []
         if hosts and not self.ca.exists():
-            made += self._make_authority(days)
+            written += self._make_authority(days)
         if hosts and not self.certificate.exists():
-            made += self._make_certificate(hosts, days)
+            written += self._make_certificate(hosts, days)
         for site in sites:
             if not self.public(site).exists():
-                made += self._make_pair(site)
-        return made
-
-    def _check_issued(self, fix: str) -> None:
-        """The server's certificate is one of this authority's."""
-        made, authority = (x509.load_pem_x509_certificate(file.read_bytes()) for file in (self.certificate, self.ca))
-        try:
-            made.verify_directly_issued_by(authority)
-        except (ValueError, TypeError, InvalidSignature):
-            raise DataError(f"{self.certificate}: not made with {self.ca.name}, sites would refuse it; {fix}") from None
+                written += self._make_pair(site)
+        return written
 
     def _check_hosts(self, hosts: Sequence[str]) -> None:
-        """The certificate that is there was made for these hosts too."""
-        there = x509.load_pem_x509_certificate(self.certificate.read_bytes())
-        known = there.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        other = next((host for host in hosts if _alternative(host) not in list(known)), None)
+        """Refuse hosts that the existing certificate is not for."""
+        certificate = _read_certificate(self.certificate)
+        alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        other = next((host for host in hosts if _alternative(host) not in list(alternatives)), None)
         if other is not None:
             raise DataError(
-                f"--host {other}: {self.certificate} is for {', '.join(str(name.value) for name in known)}; "
+                f"--host {other}: {self.certificate} is for {', '.join(str(name.value) for name in alternatives)}; "
                 f"remove it, or make keys in another folder"
             )
 
     def _make_authority(self, days: float) -> list[Path]:
-        key, name = ec.generate_private_key(ec.SECP384R1()), _name("oneround federation")
-        builder = _builder(name, name, key, days).add_extension(
-            x509.BasicConstraints(ca=True, path_length=0), critical=True
-        )
+        key, name = ec.generate_private_key(CURVE), _name("oneround federation")
         usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
-        builder = builder.add_extension(usage, critical=True)
-        return self._write_certificate(builder.sign(key, hashes.SHA384()), self.ca, key, self.ca_key)
+        certificate = (
+            _builder(name, name, key, days)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(usage, critical=True)
+            .sign(key, hashes.SHA384())
+        )
+        return _write_certificate(certificate, self.ca, key, self.ca_key)
 
     def _make_certificate(self, hosts: Sequence[str], days: float) -> list[Path]:
-        authority = x509.load_pem_x509_certificate(self.ca.read_bytes())
         signer = load_pem_private_key(self.ca_key.read_bytes(), None)
         assert isinstance(signer, ec.EllipticCurvePrivateKey)
-        key = ec.generate_private_key(ec.SECP384R1())
-        names = x509.SubjectAlternativeName([_alternative(host) for host in dict.fromkeys([*hosts, *LOOPBACK])])
-        builder = _builder(_name("oneround server"), authority.subject, key, days).add_extension(names, critical=False)
-        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
-        builder = builder.add_extension(issuer, critical=False)
-        return self._write_certificate(builder.sign(signer, hashes.SHA384()), self.certificate, key, self.key)
+        key = ec.generate_private_key(CURVE)
+        names = [_alternative(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
+        certificate = (
+            _builder(_name("oneround server"), _read_certificate(self.ca).subject, key, days)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+            .sign(signer, hashes.SHA384())
+        )
+        return _write_certificate(certificate, self.certificate, key, self.key)
 
     def _make_pair(self, site: str) -> list[Path]:
         """In the form of ssh-keygen, which Flower reads."""
-        key = ec.generate_private_key(ec.SECP384R1())
-        write_secret(self.private(site), key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-        self.public(site).write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
-        return [self.private(site), self.public(site)]
-
-    @staticmethod
-    def _write_certificate(
-        made: x509.Certificate, path: Path, key: ec.EllipticCurvePrivateKey, key_path: Path
-    ) -> list[Path]:
-        write_secret(key_path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-        path.write_bytes(made.public_bytes(Encoding.PEM))
-        return [path, key_path]
+        key = ec.generate_private_key(CURVE)
+        private, public = self.private(site), self.public(site)
+        raw = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+        write_durably(private, raw, mode=OWNER_ONLY)
+        public.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+        return [private, public]
 
     def check_server(self) -> None:
-        """What a server needs is there, and its certificate is valid today."""
+        """Refuse a folder that lacks what a server needs, or whose certificates are not valid today."""
         for file in (self.ca, self.certificate, self.key):
             if not file.is_file():
                 raise DataError(
                     f"{file}: not there; make it with oneround federate keys {self.path} --host THIS-MACHINE --site NAME"
                 )
         again = f"make new ones with oneround federate keys {self.path} --host NAME"
-        every = (
-            f"remove {', '.join(file.name for file in (self.ca, self.ca_key, self.certificate, self.key))} and {again}"
-        )
-        check_dates(self.ca, f"{every}, and give every site the new {self.ca.name}")
+        every = ", ".join(file.name for file in (self.ca, self.ca_key, self.certificate, self.key))
+        check_dates(self.ca, f"remove {every} and {again}, and give every site the new {self.ca.name}")
         check_dates(self.certificate, f"remove it and {again}")
-        self._check_issued(f"remove {self.certificate.name} and {self.key.name} and {again}")
+        try:
+            _read_certificate(self.certificate).verify_directly_issued_by(_read_certificate(self.ca))
+        except (ValueError, TypeError, InvalidSignature):
+            raise DataError(
+                f"{self.certificate}: not made with {self.ca.name}, sites would refuse it; "
+                f"remove {self.certificate.name} and {self.key.name} and {again}"
+            ) from None
         if not self.sites:
             raise DataError(
                 f"{self.path}/sites: no site's public key, nobody could take part; add one with oneround federate keys {self.path} --site NAME"
@@ -150,9 +144,9 @@ class KeyFolder:
 
 
 def check_dates(file: Path, fix: str) -> None:
-    """A certificate that is valid today, or a line that says when it was and what to do."""
+    """Refuse a certificate that is not valid today; the error says when it is, and `fix` what to do."""
     try:
-        certificate = x509.load_pem_x509_certificate(file.read_bytes())
+        certificate = _read_certificate(file)
     except (OSError, ValueError) as error:
         raise DataError(f"{file}: not a readable certificate ({error})") from None
     now, end, start = datetime.now(UTC), certificate.not_valid_after_utc, certificate.not_valid_before_utc
@@ -162,15 +156,9 @@ def check_dates(file: Path, fix: str) -> None:
 
 
 def check_server_at(address: str, authority: Path) -> str:
-    """Shake hands with the server: '' if all is well or nobody is there yet; a refusal is a `DataError`."""
-    host, _, port = address.rpartition(":")
+    """TLS handshake with the server: '' on success, else why it cannot be reached yet; DataError if its certificate is refused."""
     try:
-        context = ssl.create_default_context(cafile=str(authority))
-        with (
-            socket.create_connection((host, int(port)), timeout=5) as plain,
-            context.wrap_socket(plain, server_hostname=host),
-        ):
-            return ""
+        _shake_hands(address, ssl.create_default_context(cafile=str(authority)))
     except ssl.SSLCertVerificationError as error:
         raise DataError(
             f"{address}: its certificate is refused, {error.verify_message}; ask the server's operator"
@@ -181,18 +169,37 @@ def check_server_at(address: str, authority: Path) -> str:
         ) from None
     except (OSError, ValueError) as error:
         return f"{address}: nobody answers yet ({error}); waiting"
+    return ""
 
 
 def speaks_tls(address: str) -> bool:
-    """Whether somebody is there and encrypts; whom it belongs to is not asked."""
-    host, _, port = address.rpartition(":")
+    """Whether a server answers there and encrypts; its certificate is not checked."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with socket.create_connection((host, int(port)), timeout=5) as plain, context.wrap_socket(plain):
-            return True
+        _shake_hands(address, context)
     except (OSError, ValueError):
         return False
+    return True
+
+
+def _shake_hands(address: str, context: ssl.SSLContext) -> None:
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=5) as plain:
+        context.wrap_socket(plain, server_hostname=host).close()
+
+
+def _read_certificate(path: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(path.read_bytes())
+
+
+def _write_certificate(
+    certificate: x509.Certificate, path: Path, key: ec.EllipticCurvePrivateKey, key_path: Path
+) -> list[Path]:
+    raw = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_durably(key_path, raw, mode=OWNER_ONLY)
+    path.write_bytes(certificate.public_bytes(Encoding.PEM))
+    return [path, key_path]
 
 
 def _name(text: str) -> x509.Name:
@@ -209,9 +216,8 @@ def _alternative(host: str) -> x509.GeneralName:
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: float
 ) -> x509.CertificateBuilder:
-    """Dated from yesterday, so that clocks may differ."""
+    """A certificate dated from yesterday, so that clocks may differ."""
     now = datetime.now(UTC)
-    identity = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -220,16 +226,5 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(min(now, now + timedelta(days=days)) - timedelta(days=1))
         .not_valid_after(now + timedelta(days=days))
-        .add_extension(identity, critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
-
-
-def write_secret(path: Path, raw: bytes) -> None:
-    """All or nothing, readable by its owner only from the first byte on."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -1,4 +1,4 @@
-"""Who masks for whom: the public keys of all sites, collected before any of them is sent the broadcast."""
+"""The roster of masked sums: the public keys of all sites, collected before any of them is sent the broadcast."""
 
 from __future__ import annotations
 
@@ -6,62 +6,66 @@ import logging
 import secrets
 from collections.abc import Sequence
 
-from oneround.errors import ProtocolError, RunError
-from oneround.federate.pairing import is_key
+from oneround.errors import RunError, refused
 from oneround.federate.sites import check_name
-from oneround.folder import RunFolder
-from oneround.observe.words import duration
+from oneround.formatting import duration
+from oneround.privacy.key_agreement import is_key
+from oneround.runs.folder import RunFolder
+from oneround.runs.integrity import Content
 
 log = logging.getLogger("oneround")
 FILE = "keys.json"
 
 
-class Roster:
-    """Public keys by site. Each is on disk before it counts, so a server that is started again goes on with the same ones."""
+class KeysContent(Content):
+    """`keys.json`"""
 
-    def __init__(self, place: RunFolder, wanted: Sequence[str], expected: int) -> None:
-        """`wanted`: who they must be, where that is known; `expected`: how many."""
-        self.place, self.wanted, self.expected = place, wanted, expected
+    run: str
+    keys: dict[str, str]
+
+
+class Roster:
+    """Public keys by site. Each is on disk before it counts, so a server that is started again goes on with the same keys."""
+
+    def __init__(self, folder: RunFolder, participants: Sequence[str], expected: int) -> None:
+        """`participants`: names of the sites, where they are known; `expected`: their number."""
+        self.folder, self.participants, self.expected = folder, participants, expected
         self.run, self.keys = secrets.token_hex(8), dict[str, str]()
-        """`run`: what sites know this federation by; each makes a key for it."""
-        if (place.path / FILE).is_file():
-            told = place.read_json(FILE, ["run", "keys"], "remove it, new keys are asked for")
-            self.run, self.keys = told["run"], told["keys"]
+        """`run`: the federation's id, for which each site makes a key."""
+        if (folder.path / FILE).is_file():
+            content = folder.read_json(FILE, "remove it, new keys are asked for", KeysContent)
+            self.run, self.keys = content["run"], content["keys"]
             log.info("%d keys are here already: %s", len(self.keys), ", ".join(self.keys))
         else:
             self._write()
 
     def _write(self) -> None:
-        self.place.write_json(FILE, {"run": self.run, "keys": self.keys})
+        self.folder.write_json(FILE, {"run": self.run, "keys": self.keys})
 
     @property
     def complete(self) -> bool:
         return len(self.keys) >= self.expected
 
-    def whole(self, deadline: float | None) -> dict[str, str]:
-        """All keys; if some are missing, waiting for them has ended with that deadline."""
+    def complete_keys(self, deadline: float | None) -> dict[str, str]:
+        """All keys; an error if some are missing once that deadline has passed."""
         if not self.complete:
             raise RunError(
-                f"{self.place.path}: {len(self.keys)} of {self.expected} keys when the deadline of {duration(deadline or 0)} "
+                f"{self.folder.path}: {len(self.keys)} of {self.expected} keys when the deadline of {duration(deadline or 0)} "
                 "passed; they are kept: start the server again to go on waiting"
             )
         return self.keys
 
     def take(self, name: str, key: str, sender: str, registered: str = "") -> None:
-        """Count a site's key. `registered`: whom the sender's own key is registered for, if that is known."""
+        """Count a site's key. `registered`: the site that the sender's own key is registered for, if that is known."""
         check_name(name, registered, sender)
         if not is_key(key):
-            raise ProtocolError(f"{sender}: refused, {key[:80]!r} is no public key of 32 bytes that keeps a secret")
-        if self.wanted and name not in self.wanted:
-            raise ProtocolError(f"{sender}: refused, {name} takes no part")
+            raise refused(sender, f"{key[:80]!r} is no usable public key (X25519, 32 bytes)")
+        if self.participants and name not in self.participants:
+            raise refused(sender, f"{name} takes no part")
         if self.keys.get(name, key) != key:
-            raise ProtocolError(
-                f"{sender}: refused, another key of {name} is here already; give every site a name of its own"
-            )
+            raise refused(sender, f"another key of {name} is here already; give every site a name of its own")
         if key in (other for peer, other in self.keys.items() if peer != name):
-            raise ProtocolError(
-                f"{sender}: refused, the key of {name} is another site's; give every site a folder of its own"
-            )
+            raise refused(sender, f"the key of {name} is another site's; give every site a folder of its own")
         if name in self.keys or self.complete:
             return
         self.keys[name] = key

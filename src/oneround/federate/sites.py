@@ -1,4 +1,4 @@
-"""Who a client is: the file that describes a site, and what it brings to a federation."""
+"""The site file: a site's name, its data and its machine."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from oneround.errors import DataError, ProtocolError, RecipeError
-from oneround.parts import Strict
-from oneround.reading import checked, read_yaml
-from oneround.recipe import Local
+from oneround.config.load import checked, read_yaml
+from oneround.config.parts import Strict
+from oneround.config.recipe import Local
+from oneround.errors import DataError, RecipeError, refused
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
-Name = Annotated[str, Field(pattern=NAME)]
-Where = Annotated[Path | None, Field(strict=False)]
+OUTCOME = "outcome.json"
+"""In a run folder once the ServerApp has ended: {"ok": true}, or {"error": why}."""
+REFUSED = "refused.json"
+"""In a site's folder when it could not take part: {"error": why}."""
 
 
 class SiteFile(Strict):
     """A site's own settings; none of them leaves it, except the name."""
 
-    name: Name
-    """Under which its upload is counted: letters, digits, `_`, `.` and `-`."""
+    name: Annotated[str, Field(pattern=NAME)]
+    """Name of its upload: letters, digits, `_`, `.` and `-`."""
     data: str | None = None
     """Its images: a folder of images by class, an .npz file, or `module:function` that returns images and labels."""
     share: Annotated[int, Field(ge=0)] | None = None
-    """Instead of data, for a try-out: the share this client has in the partition of the recipe's own data set."""
+    """Instead of data, for a try-out: the number of its share in the partition of the recipe's own data set."""
     labels: dict[str, str] = Field(default={})
-    """What this site calls a class → what the recipe calls it; classes of the same name need no entry."""
-    folder: Where = None
-    """Where it keeps its state and its upload; left out: nothing is kept and a restart begins anew."""
+    """This site's name of a class → the recipe's; classes of the same name need no entry."""
+    folder: Annotated[Path | None, Field(strict=False)] = None
+    """Folder of its state and its upload; without one nothing is kept and a restart starts over."""
     local: Local = Local()
-    """How this machine works: device, threads, plug-ins, and the data path of a try-out."""
+    """Settings of this machine: device, threads, plug-ins, and the data path of a try-out."""
 
     @model_validator(mode="after")
     def _one_source(self) -> SiteFile:
@@ -59,15 +61,15 @@ def read_site(path: Path) -> SiteFile:
 
 
 def check_name(name: str, registered: str, sender: str) -> None:
-    """Whoever speaks for a site has a name, and the one its key is registered for, if that is known."""
-    if not re.match(NAME, name):
-        raise ProtocolError(f"{sender}: refused, {name[:80]!r} is no name for a site (letters, digits, _ . -)")
+    """Refuse a name that no site can have, and one that the sender's key is not registered for, if that is known."""
+    if not re.fullmatch(NAME, name):
+        raise refused(sender, f"{name[:80]!r} is no name for a site (letters, digits, _ . -)")
     if registered and name != registered:
-        raise ProtocolError(f"{sender}: refused, it speaks for {name} but its key is registered for {registered}")
+        raise refused(sender, f"it speaks for {name} but its key is registered for {registered}")
 
 
 def site_of(node_config: Mapping[str, Any]) -> SiteFile:
-    """The site a Flower node is: its `site` file, or the `partition-id` Flower's simulation gives it."""
+    """The site of a Flower node: its `site` file, or the `partition-id` that Flower's simulation gives it."""
     if "site" in node_config:
         return read_site(Path(str(node_config["site"])))
     try:
@@ -76,6 +78,6 @@ def site_of(node_config: Mapping[str, Any]) -> SiteFile:
         raise DataError(
             "this node does not know its site; give it --node-config 'site=\"/path/to/site.yaml\"'"
         ) from None
-    from oneround.folder import client_name  # brings PyTorch along, which a node with a file need not wait for
+    from oneround.runs.folder import client_name  # imports PyTorch, for which a node with a file need not wait
 
     return SiteFile(name=client_name(share, count), share=share)

@@ -1,6 +1,7 @@
-"""MergeNet's fusion as a Flower strategy, for people who have a Flower app of their own and want nothing else of this package.
+"""MergeNet's fusion as a Flower strategy, for any Flower app.
 
-After the average, before the broadcast: some arrays of the average look at arrays of a large network. examples/mergenet_strategy.py.
+After the average, before the broadcast: some arrays of the average attend to arrays of a large network. See
+examples/mergenet_strategy.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
 from torch import Tensor
 
-from oneround.mergenet import Adapter, Merger, Pair, check_pairs
+from oneround.mergenet import Adapter, Merger, Pair, check_pairs, not_finite
 
 log = logging.getLogger("oneround")
 Judge = Callable[[dict[str, Tensor]], float]
@@ -25,7 +26,7 @@ Judge = Callable[[dict[str, Tensor]], float]
 class MergeNet(FedAvg):
     """FedAvg whose average is fused with a teacher's parameters from `start_round` on, every `every` rounds.
 
-    `pairs`: which of the student's arrays looks at which of the teacher's, by name. `judge`: a network's arrays → how good it is
+    `pairs`: names of a student's array and the teacher's array it attends to. `judge`: a network's arrays → its score
     (larger is better); with it, a fused network that is worse than the average by more than `accept_if` is not sent.
     """
 
@@ -53,7 +54,7 @@ class MergeNet(FedAvg):
         if odd is not None:
             raise ValueError(f"pairs: {odd!r} must be (student's array, teacher's array)")
         if judge is None and accept_if:
-            raise ValueError(f"accept_if = {accept_if}: nobody judges; give judge too, or leave accept_if out")
+            raise ValueError(f"accept_if = {accept_if}: needs judge; give judge too, or leave accept_if out")
         if not math.isfinite(accept_if):
             raise ValueError(f"accept_if = {accept_if}: must be a number, in what judge gives (0.02: two points)")
         self.teacher, self.pairs = dict(teacher), [Pair(student=mine, teacher=theirs) for mine, theirs in pairs]
@@ -62,7 +63,7 @@ class MergeNet(FedAvg):
         self.merger: Merger | None = None
         self.last_round: int | None = None
         self.trace: list[dict[str, Any]] = []
-        """What every fusion did: its error, how far adapter and student moved, whether the fused network was sent."""
+        """Metrics of every fusion: its error, how far adapter and student moved, whether the fused network was sent."""
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *more: Any, **options: Any) -> Result:
         """As FedAvg's."""
@@ -85,23 +86,24 @@ class MergeNet(FedAvg):
         averaged = arrays.to_torch_state_dict()
         if self.merger is None:
             self.merger = Merger(self.pairs, self.adapter, averaged, self.teacher, self.seed, self.device)
-        told: dict[str, Any] = {"round": server_round, **self.merger.learn(averaged)}
+        entry: dict[str, Any] = {"round": server_round, **self.merger.learn(averaged)}
         if server_round == self.last_round or (server_round - self.start_round) % self.every:
-            self.trace.append(told)
+            self.trace.append(entry)
             return arrays, metrics  # after the last round nobody trains any more: the result is the average
-        fused = {name: value.to(averaged[name].dtype).cpu() for name, value in self.merger.fuse(averaged, self.teacher).items()}  # fmt: skip
-        told |= {name: value for name, value in self.merger.effect().items() if math.isfinite(value)}
-        told["accepted"] = self._accepts(fused, averaged, told)
-        self.trace.append(told)
-        log.log(logging.INFO if told["accepted"] else logging.WARNING, "mergenet: %s", told)
-        return ArrayRecord(fused) if told["accepted"] else arrays, metrics
+        merged = self.merger.fuse(averaged, self.teacher)
+        fused = {name: value.to(averaged[name].dtype).cpu() for name, value in merged.items()}
+        entry |= {name: value for name, value in self.merger.effect().items() if math.isfinite(value)}
+        entry["accepted"] = self._accepts(fused, averaged, entry)
+        self.trace.append(entry)
+        log.log(logging.INFO if entry["accepted"] else logging.WARNING, "mergenet: %s", entry)
+        return ArrayRecord(fused) if entry["accepted"] else arrays, metrics
 
-    def _accepts(self, fused: dict[str, Tensor], averaged: dict[str, Tensor], told: dict[str, Any]) -> bool:
-        """Whether the fused network is sent; if not, `told` has the reason."""
-        if not all(bool(torch.isfinite(value).all()) for value in fused.values() if value.is_floating_point()):
-            told["reason"] = f"not finite; is adapter.learning_rate = {self.adapter.learning_rate:g} too large?"
+    def _accepts(self, fused: dict[str, Tensor], averaged: dict[str, Tensor], entry: dict[str, Any]) -> bool:
+        """Whether the fused network is sent; if not, `entry` gets the reason."""
+        if reason := not_finite(fused, self.adapter):
+            entry["reason"] = reason
         elif self.judge is not None:
-            told["fused"], told["average"] = self.judge(fused), self.judge(averaged)
-            if not told["fused"] >= told["average"] - self.accept_if:
-                told["reason"] = f"judged {told['fused']:.4g}, the average {told['average']:.4g}"
-        return "reason" not in told
+            entry["fused"], entry["average"] = self.judge(fused), self.judge(averaged)
+            if not entry["fused"] >= entry["average"] - self.accept_if:
+                entry["reason"] = f"judged {entry['fused']:.4g}, the average {entry['average']:.4g}"
+        return "reason" not in entry

@@ -1,40 +1,37 @@
-"""Flower's SuperLink with a gate: `python -m oneround.federate.superlink` takes the options of `flower-superlink`.
+"""Flower's SuperLink behind a gate: `python -m oneround.federate.superlink` takes the options of `flower-superlink`.
 
 Flower serves three things on one port: the sites' messages, whose senders are authenticated; the commands of `flwr run` and
-`flwr supernode register`; and the work of the ServerApp's own process. The last two ask for no key, so whoever reaches the port
-could start code of their own or register themselves. The gate lets other machines through to the sites' messages only.
+`flwr supernode register`; and the requests of the ServerApp's own process. The last two ask for no key, so anybody who reaches
+the port could start code of their own or register themselves. The gate lets other machines send sites' messages only.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
 from flwr.superlink import extensions
 from flwr.superlink.cli.flower_superlink import flower_superlink
 from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 OPEN = ("/v1/fleet/", "/health")
-Scope = MutableMapping[str, Any]
-App = Callable[[Scope, Callable[..., Awaitable[Any]], Callable[[dict[str, Any]], Awaitable[None]]], Awaitable[None]]
 
 
 class Gate:
-    """Refuses whatever is not meant for sites, unless it comes from this machine."""
+    """Refuses requests from other machines, unless they are meant for sites."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and not scope["path"].startswith(OPEN) and not _from_here(scope.get("client")):
-            await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"text/plain")]})
-            await send({"type": "http.response.body", "body": b"only from the server itself"})
-            return
-        await self.app(scope, receive, send)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not scope["path"].startswith(OPEN) and not _is_local(scope.get("client")):
+            await PlainTextResponse("only from the server itself", 403)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
 
 
-def _from_here(client: tuple[str, int] | None) -> bool:
+def _is_local(client: tuple[str, int] | None) -> bool:
     return client is not None and ipaddress.ip_address(client[0]).is_loopback
 
 

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from oneround.fusion.rule import Rule, rules
+from oneround.config.parts import Needs
+from oneround.fusion.base import Rule, SavedModel, rules
 from oneround.models import Inference, Single
-from oneround.models.inference import placed
-from oneround.models.prototype import filled
+from oneround.models.inference import to_inference
+from oneround.models.prototype import network_from
 from oneround.protocol import Broadcast, Upload
-from oneround.recipe import Federated
 from oneround.site import Site
 
 
@@ -24,27 +24,25 @@ from oneround.site import Site
 class Average(Rule):
     """One network whose parameters and batch-norm statistics are the sample-weighted means of the clients'."""
 
-    needs_prototypes: ClassVar[bool] = False
-    continues: ClassVar[bool] = True
+    makes_network: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(network=True)
 
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
         return single(average_weights(uploads), broadcast, server)
 
-    def restore(
-        self, shards: Sequence[dict[str, Tensor]], recipe: Federated, channels: int, classes: int, streamed: bool
-    ) -> Inference:
-        assert recipe.model.encoder is not None
-        net = filled(recipe.model.encoder, channels, classes, shards[0])
-        return Single(net.eval().requires_grad_(False))
+    def restore(self, saved: SavedModel) -> Inference:
+        return saved.network(saved.recipe.encoder)
 
 
 def single(
-    weights: dict[str, Tensor], broadcast: Broadcast, server: Site, told: Mapping[str, Any] | None = None
+    weights: dict[str, Tensor], broadcast: Broadcast, server: Site, facts: Mapping[str, Any] | None = None
 ) -> Single:
-    """A network of the clients' kind with these weights, ready to answer; `told`: what its rule has to tell."""
-    assert broadcast.recipe.model.encoder is not None
-    net = filled(broadcast.recipe.model.encoder, broadcast.shape[0], broadcast.classes, weights)
-    return placed(Single(net, told), server.device)
+    """A network of the clients' architecture with these weights, ready for inference; `facts`: about its rule, for the log."""
+    net = network_from(broadcast.recipe.encoder, broadcast.shape[0], broadcast.classes, weights)
+    return to_inference(Single(net, facts), server.device)
 
 
 def average_weights(uploads: Sequence[Upload]) -> dict[str, Tensor]:

@@ -1,45 +1,43 @@
-"""Ridge-routed experts: the sums say whom to ask, the networks know the details.
+"""Ridge-routed experts: a ridge classifier of the sums weights the clients' networks.
 
     π_k(x) = Σ_c p_r(c|x)^trust·n_kc/n_c,  g_k ∝ π_k·exp(−β t_k(x)),  score_c = p_r(c|x)^η · Σ_k g_k(x) q_k(c|x)
 
 p_r is the ridge's posterior, q_k the client's: softmax(z_k·P_kᵀ/T), or the Gaussian one of its class means (`typicality`), for
-which t_k says how strange x is to client k. Of what is left out, T, trust, β and η are chosen on validation images if the
-server has some, from a grid with the ridge alone at one end (the experts count for nothing) and the experts alone at the other
-(trust 0, η 0), so a weak partner is dropped; without such images they are DEFAULTS.
+which t_k measures how atypical x is for client k. Options left out (T, trust, β, η) are chosen on validation images if the
+server has some, from a grid between the ridge alone (the experts have no weight) and the experts alone (trust 0, η 0), so a weak
+part is dropped; without such images they are DEFAULTS.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from oneround.config.parts import Needs
+from oneround.config.sections import NotNegative, Positive
 from oneround.data import Images
+from oneround.data.augment import preprocessing
 from oneround.data.images import BATCH
-from oneround.fusion.ridge import Ridge, copies_of, pooled, restored
-from oneround.fusion.rule import EnsembleRule, UploadExperts, restored_experts, rules
-from oneround.fusion.typicality import SHUT, TINY, TypicalityGated, judged
+from oneround.fusion.base import EnsembleRule, Rule, SavedModel, UploadExperts, rules
+from oneround.fusion.ridge import Ridge, pooled_solution, restore_linear
+from oneround.fusion.typicality_gated import SHUT, TINY, TypicalityGated, add_votes, typicality
 from oneround.models import Ensemble, Inference
-from oneround.models.inference import Experts, Seen, Totals
+from oneround.models.inference import Combiner, ExpertOutput, Experts, Totals
 from oneround.models.linear import Linear
 from oneround.models.prototype import on_cpu
 from oneround.protocol import Broadcast, Upload
 from oneround.protocol.messages import Shapes
-from oneround.protocol.model import preprocessing
-from oneround.recipe import Federated
-from oneround.sections import NotNegative, Positive
 from oneround.site import Site
 
 log = logging.getLogger("oneround")
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """How ridge and experts are combined."""
 
     temperature: float = 1.0
@@ -51,7 +49,7 @@ class Setting:
 
 
 DEFAULTS = Setting()
-ALONE = Setting(eta=1.0, experts=0.0)
+RIDGE_ONLY = Setting(eta=1.0, experts=0.0)
 GRID = {
     "temperature": (0.25, 0.5, 1.0, 2.0, 4.0),
     "trust": (0.0, 0.5, 1.0, 2.0),
@@ -62,161 +60,153 @@ GRID = {
 
 @rules.register("routed")
 class Routed(EnsembleRule):
-    """Clients' answers, weighted by where the ridge thinks x comes from, together with the ridge's own."""
+    """Clients' predictions, weighted by the ridge's posterior over classes, combined with the ridge's own."""
 
     posterior: Literal["prototypes", "typicality"] = "prototypes"
-    """The client's answer: its prototypes' softmax, or that of its class means and covariance."""
+    """The client's prediction: the softmax of its prototypes, or of its class means and covariance."""
     temperature: Positive | None = None
-    """Softness of the clients' answers; left out, like the next three: chosen on validation images."""
+    """Temperature of the clients' predictions; left out, like the next three: chosen on validation images."""
     trust: NotNegative | None = None
-    """Power of the ridge's posterior when it says whom to ask."""
+    """Power of the ridge's posterior in the clients' weights."""
     beta: NotNegative | None = None
-    """How much less a client is asked that x is strange to; only with `posterior: typicality`."""
+    """Penalty of a client for which x is atypical; only with `posterior: typicality`."""
     eta: NotNegative | None = None
-    """Power of the ridge's own answer."""
+    """Power of the ridge's own posterior."""
 
     @property
-    def needs_sums(self) -> bool:
-        return True
+    def needs(self) -> Needs:
+        return super().needs | Needs(sums=True)
 
     @property
-    def reveals(self) -> str:
-        more = f"; {TypicalityGated().reveals}" if self.posterior == "typicality" else ""
-        return Ridge().reveals + more
+    def discloses(self) -> str:
+        return "; ".join(filter(None, (Ridge().discloses, self._statistics_rule.discloses)))
+
+    @property
+    def _statistics_rule(self) -> Rule:
+        """The rule whose statistics the clients' predictions need."""
+        return TypicalityGated() if self.posterior == "typicality" else Rule()
 
     def statistics(self, classes: int, features: int) -> Shapes:
-        return TypicalityGated().statistics(classes, features) if self.posterior == "typicality" else {}
+        return self._statistics_rule.statistics(classes, features)
 
     def measure(self, unit: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
-        return TypicalityGated().measure(unit, labels, classes) if self.posterior == "typicality" else {}
+        return self._statistics_rule.measure(unit, labels, classes)
 
-    @torch.no_grad()  # not inference mode: a student may be taught through the ridge
+    def check_statistics(self, statistics: Mapping[str, Tensor]) -> None:
+        self._statistics_rule.check_statistics(statistics)
+
+    @torch.no_grad()  # not inference mode: distillation may differentiate through the ridge
     def ready(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Routing:
-        solution, counts = pooled(uploads, broadcast, server.device)
-        ridge = Ridge().model(solution, counts, broadcast)
-        held = counts.float() / copies_of(broadcast.recipe)
-        routing = Routing(ridge, held, self._given(DEFAULTS), self.posterior).to(server.device).eval()
-        if server.validation is not None and len(server.validation):
+        solution, counts = pooled_solution(uploads, broadcast, server)
+        ridge = Ridge().model(solution, counts, broadcast, server.session)
+        class_totals = counts.float() / broadcast.recipe.summed.copies
+        setting = DEFAULTS._replace(**self._options)
+        routing = Routing(ridge, class_totals, setting, self.posterior).to(server.device).eval()
+        if server.validation:
             experts = UploadExperts(uploads, broadcast, server.device)
-            seen = routing.seen(server.validation, experts, server.device, *preprocessing(broadcast.recipe))
-            routing.setting = self._chosen(routing, seen, server.validation.labels.to(server.device))
+            outputs = routing.evaluate(server.validation, experts, server.device, *preprocessing(broadcast.recipe))
+            routing.setting = self._select(routing, outputs, server.validation.labels.to(server.device))
             log.info("routed: chosen on %d validation images: %s", len(server.validation), routing.setting)
         return routing
 
-    def _given(self, setting: Setting) -> Setting:
-        """A setting with the options that were given in place of its own."""
-        given = {name: value for name in GRID if (value := getattr(self, name)) is not None}
-        return Setting(**{**asdict(setting), **given})
+    @property
+    def _options(self) -> dict[str, float]:
+        """The options that are set; the others are chosen."""
+        return self.model_dump(include=set(GRID), exclude_none=True)
 
-    def _chosen(self, routing: Routing, seen: tuple[Totals, list[View]], labels: Tensor) -> Setting:
-        """The setting with most right answers, of equals the one surest of the truth."""
-        axes = {name: GRID[name] if getattr(self, name) is None else (getattr(self, name),) for name in GRID}
+    def _select(self, routing: Routing, outputs: tuple[Totals, list[View]], labels: Tensor) -> Setting:
+        """The setting with the highest accuracy; ties are broken by the log-likelihood."""
+        axes = GRID | {name: (value,) for name, value in self._options.items()}
         if self.posterior == "prototypes":
             axes["beta"] = (0.0,)
-        free = all(getattr(self, name) is None for name in GRID)
         tried = [Setting(*values) for values in itertools.product(*axes.values())]
-        return max([ALONE] * free + tried, key=lambda setting: routing.judge(seen, labels, setting))
+        if not self._options:
+            tried.insert(0, RIDGE_ONLY)
+        return max(tried, key=lambda setting: routing.judge(outputs, labels, setting))
 
-    def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
-        return RoutedEnsemble(self.ready(uploads, broadcast, server), UploadExperts(uploads, broadcast, server.device))
-
-    def restore(
-        self, shards: Sequence[dict[str, Tensor]], recipe: Federated, channels: int, classes: int, streamed: bool
-    ) -> Inference:
-        saved = shards[0]
-        setting = Setting(**dict(zip(NAMES, saved["setting"].tolist(), strict=True)))
-        routing = Routing(restored(saved, recipe, False), saved["held"], setting, self.posterior).eval()
-        return RoutedEnsemble(routing, restored_experts(shards[1:], recipe, channels, classes, streamed))
+    def restore(self, saved: SavedModel) -> Inference:
+        tensors = saved.shards[0]()
+        ridge, setting = restore_linear(tensors, saved.recipe, False), Setting(*tensors["setting"].tolist())
+        routing = Routing(ridge, tensors["held"], setting, self.posterior).eval()
+        return Ensemble(routing, saved.experts(1))
 
 
-NAMES = [field.name for field in fields(Setting)]
 View = tuple[Tensor, Tensor, Tensor]
-"""One client's: how strange the images are to it (n, 1), its logits (n, classes), its share of each class (classes,)."""
+"""One client's atypicality of the images (n, 1), logits (n, classes) and share of each class (classes,)."""
 
 
-class Routing(nn.Module):
-    """The ridge at the door: what an ensemble combines its experts by."""
+class Routing(Combiner):
+    """Combines an ensemble's experts, weighted by the ridge."""
 
-    held: Tensor
+    class_totals: Tensor
 
-    def __init__(self, ridge: Linear, held: Tensor, setting: Setting, posterior: str) -> None:
-        """`held` (classes,): images of each class over all clients."""
+    def __init__(self, ridge: Linear, class_totals: Tensor, setting: Setting, posterior: str) -> None:
+        """`class_totals` (classes,): images of each class over all clients."""
         super().__init__()
         self.ridge, self.setting, self.posterior = ridge, setting, posterior
-        self.register_buffer("held", held)
+        self.register_buffer("class_totals", class_totals)
 
     def begin(self, images: Tensor) -> Totals | None:
-        return self._opened(self.ridge(images).log_softmax(1))
+        return self._initial(self.ridge(images).log_softmax(1))
 
     def begin_all(self, images: Images, device: torch.device, mean: float, std: float) -> list[Totals]:
-        """The same for every batch of a set, which the ridge may have seen before."""
+        """`begin` for every batch of a set; the ridge's scores may be cached."""
         log_p = self.ridge.answers(images, device, mean, std).log_softmax(1)
-        return [self._opened(each) for each in log_p.split(BATCH)]
+        return [self._initial(each) for each in log_p.split(BATCH)]
 
     @staticmethod
-    def _opened(log_p: Tensor) -> Totals:
+    def _initial(log_p: Tensor) -> Totals:
         none = torch.zeros_like(log_p)
         return {"ridge": log_p, "gate": none[:, :1] + SHUT, "weight": none[:, :1], "votes": none}
 
-    def view(self, seen: Seen) -> View:
-        """What one client makes of images."""
-        share = seen.expert.class_counts / self.held.clamp(min=1)
+    def view(self, output: ExpertOutput) -> View:
+        """One client's view of a batch."""
+        share = output.expert.class_counts / self.class_totals.clamp(min=1)
         if self.posterior == "typicality":
-            strange, logits = judged(seen)
-            return strange.clamp(max=-SHUT), logits, share
-        return torch.zeros_like(seen.logits[:, :1]), seen.logits, share
+            atypicality, logits = typicality(output)
+            return atypicality.clamp(max=-SHUT), logits, share
+        return torch.zeros_like(output.logits[:, :1]), output.logits, share
 
-    def add(self, totals: Totals | None, seen: Seen) -> Totals:
+    def add(self, totals: Totals | None, output: ExpertOutput) -> Totals:
         assert totals is not None, "begin comes first"
-        return self._fold(totals, self.view(seen), self.setting)
+        return self._fold(totals, self.view(output), self.setting)
 
     @staticmethod
-    def _fold(totals: Totals, view: View, how: Setting) -> Totals:
-        """A streaming log-sum-exp of the gates, as in the typicality rule."""
-        strange, logits, share = view
-        asked = (how.trust * totals["ridge"]).softmax(1) @ share[:, None]
-        gate = (asked.clamp(min=TINY).log() - how.beta * strange).clamp(min=SHUT)
-        top = torch.maximum(totals["gate"], gate)
-        before, now = (totals["gate"] - top).exp(), (gate - top).exp()
-        votes = totals["votes"] * before + now * (logits / how.temperature).softmax(1)
-        return {"ridge": totals["ridge"], "gate": top, "weight": totals["weight"] * before + now, "votes": votes}
+    def _fold(totals: Totals, view: View, setting: Setting) -> Totals:
+        atypicality, logits, share = view
+        routed = (setting.trust * totals["ridge"]).softmax(1) @ share[:, None]
+        gate = (routed.clamp(min=TINY).log() - setting.beta * atypicality).clamp(min=SHUT)
+        return totals | add_votes(totals, gate, (logits / setting.temperature).softmax(1))
 
     def scores(self, totals: Totals) -> Tensor:
-        return self._scored(totals, self.setting)
+        return self._combine(totals, self.setting)
 
     @staticmethod
-    def _scored(totals: Totals, how: Setting) -> Tensor:
+    def _combine(totals: Totals, setting: Setting) -> Tensor:
         votes = (totals["votes"] / totals["weight"].clamp(min=TINY)).clamp(min=TINY).log()
-        return how.experts * votes + how.eta * totals["ridge"]
+        return setting.experts * votes + setting.eta * totals["ridge"]
 
-    def seen(
+    def evaluate(
         self, images: Images, experts: Experts, device: torch.device, mean: float, std: float
     ) -> tuple[Totals, list[View]]:
-        """What ridge and experts make of images, to be combined in many ways; one expert in memory at a time."""
-        opened = self._opened(self.ridge.answers(images, device, mean, std).log_softmax(1))
+        """Outputs of the ridge and the experts on a set, to combine with many settings; one expert in memory at a time."""
+        initial = self._initial(self.ridge.answers(images, device, mean, std).log_softmax(1))
         views, batches = [], list(images.batches(device, mean, std))
         for expert in experts:
-            strange, logits, share = zip(*(self.view(expert.see(batch)) for batch in batches), strict=True)
-            views.append((torch.cat(strange), torch.cat(logits), share[0]))
-        return opened, views
+            atypicality, logits, share = zip(*(self.view(expert.output(batch)) for batch in batches), strict=True)
+            views.append((torch.cat(atypicality), torch.cat(logits), share[0]))
+        return initial, views
 
-    def judge(self, seen: tuple[Totals, list[View]], labels: Tensor, how: Setting) -> tuple[float, float]:
-        """How good a setting is on images seen: the share of right answers, and how sure it is of the truth."""
-        totals, views = seen
+    def judge(self, outputs: tuple[Totals, list[View]], labels: Tensor, setting: Setting) -> tuple[float, float]:
+        """Accuracy and mean log-likelihood of a setting on evaluated images."""
+        totals, views = outputs
         for view in views:
-            totals = self._fold(totals, view, how)
-        scores = self._scored(totals, how)
-        sure = scores.log_softmax(1).gather(1, labels[:, None]).mean()
-        return float((scores.argmax(1) == labels).float().mean()), float(sure)
+            totals = self._fold(totals, view, setting)
+        scores = self._combine(totals, setting)
+        log_likelihood = scores.log_softmax(1).gather(1, labels[:, None]).mean()
+        return float((scores.argmax(1) == labels).float().mean()), float(log_likelihood)
 
-
-class RoutedEnsemble(Ensemble):
-    """An ensemble that is saved with its routing first."""
-
-    rule: Routing
-
-    def shards(self) -> Iterator[dict[str, Tensor]]:
-        (ridge,) = self.rule.ridge.shards()
-        setting = torch.tensor([getattr(self.rule.setting, name) for name in NAMES], dtype=torch.float64)
-        yield {**ridge, "held": on_cpu(self.rule.held), "setting": setting}
-        yield from super().shards()
+    def shard(self) -> dict[str, Tensor]:
+        (ridge,) = self.ridge.shards()
+        setting = torch.tensor(self.setting, dtype=torch.float64)
+        return {**ridge, "held": on_cpu(self.class_totals), "setting": setting}

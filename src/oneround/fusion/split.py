@@ -1,12 +1,12 @@
-"""Base and head: share what is common, keep what is personal.
+"""Split: a shared base and personal heads.
 
-The first blocks of the networks are averaged, the rest stays the client's own, and the clients' answers are combined by another
-rule. How many blocks are shared follows from how alike the label distributions are:
+The first blocks of the networks are averaged, the rest stays the client's own, and the clients' outputs are combined by another
+rule. The number of shared blocks follows from the similarity of the label distributions:
     s = mean over pairs of clients of 1 − √JSD₂(p_i, p_j),  shared blocks = clip(round(s·N), 1, N − 1) of N
 
-for all alike (`all`), for each client from its pairs (`each`), or by the client from its own labels alone (`client`:
-s_k = entropy / log C), when only blocks that every client shares are averaged. Averaging breaks what followed it: batch-norm
-statistics can be measured anew. The histograms are in the upload, so no exchange before training is needed.
+one number for all (`all`), one per client from its pairs (`each`), or from the client's own labels only (`client`:
+s_k = entropy / log C), when only blocks that every client shares are averaged. Averaging invalidates batch-norm statistics, so
+they can be measured again. The histograms are in the upload, so no exchange before training is needed.
 """
 
 from __future__ import annotations
@@ -19,62 +19,57 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
+from oneround.config.parts import In, Needs, RulePart
 from oneround.data import Images
-from oneround.errors import RecipeError
-from oneround.fusion.aligned import Turned
+from oneround.data.augment import preprocessing
+from oneround.fusion.aligned_iffi import aligned
 from oneround.fusion.average import average_weights
-from oneround.fusion.rule import EnsembleRule, Rule, expert_of, rules
-from oneround.learning.alignment import label_entropy
-from oneround.learning.distillation import noise_images
+from oneround.fusion.base import EnsembleRule, Rule, SavedModel, expert_of, rules
 from oneround.models import Ensemble, Expert, Inference, Single
 from oneround.models.blocks import blocks
-from oneround.models.inference import Experts
-from oneround.models.prototype import PrototypeNet, build
-from oneround.parts import In, Part, slot
+from oneround.models.inference import Experts, to_inference
+from oneround.models.prototype import PrototypeNet, build, network_from
 from oneround.protocol import Broadcast, Upload
-from oneround.protocol.model import preprocessing
-from oneround.recipe import Federated
 from oneround.site import Site
+from oneround.training.alignment.aligner import label_entropy
+from oneround.training.distillation import noise_images
+from oneround.training.server_side import public_images
 
 MADE_UP = 512  # noise images to measure batch-norm statistics on
 
 
 @rules.register("split")
 class Split(Rule):
-    """Networks whose first blocks are averaged, as many as the clients' labels are alike, combined by another rule."""
+    """Networks whose first blocks are averaged, more for similar label distributions, combined by another rule."""
 
     chosen: Literal["all", "each", "client"] = "all"
-    """How many blocks are shared: one number for all, one for each client, or the client's own choice."""
-    inner: Annotated[Part, In("fusion")] = Field(default="iffi", validate_default=True)
-    """The rule that combines the clients' answers: one that keeps networks and asks for no statistics."""
+    """Number of shared blocks: one for all, one for each client, or the client's own choice."""
+    inner: Annotated[RulePart, In("fusion")] = Field(default="iffi", validate_default=True)
+    """The rule that combines the clients' outputs: one that keeps networks and needs no statistics."""
     align: Literal["none", "match", "procrustes"] = "none"
-    """Bring the clients' feature spaces together before they are combined: by reordering units, or by a rotation."""
+    """Align the clients' feature spaces before they are combined: by permuting units, or by a rotation."""
     restate: Literal["none", "noise", "public"] = "noise"
-    """What batch-norm statistics are measured on anew: nothing, made-up images, or the server's."""
+    """Images to measure batch-norm statistics on again: none, noise, or the server's public ones."""
 
     @field_validator("inner")
     @classmethod
-    def _inner_fits(cls, value: Part) -> Part:
-        if not isinstance(value, EnsembleRule) or value.needs_sums or value.statistics(2, 2):
-            known = [kind for kind in slot("fusion").kinds if _fits(kind)]
-            raise ValueError(
-                f"must be a rule that keeps networks and asks for no statistics ({', '.join(sorted(known))})"
-            )
+    def _inner_fits(cls, value: RulePart) -> RulePart:
+        if not _fits(value):
+            known = ", ".join(kind for kind in sorted(rules.kinds) if _fits_by_default(kind))
+            raise ValueError(f"must be a rule that keeps networks and asks for no statistics ({known})")
         return value
 
     @property
-    def needs_counts(self) -> bool:
-        return True
-
-    @property
-    def needs_public(self) -> bool:
-        return self.restate == "public"
+    def needs(self) -> Needs:
+        return super().needs | self.inner.needs | Needs(class_counts=True, public=self.restate == "public")
 
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
         inner = rules.of(self.inner)
         assert isinstance(inner, EnsembleRule)
         experts: Experts = SplitExperts(self, uploads, broadcast, server)
-        return Ensemble(inner, experts if self.align == "none" else Turned(experts, uploads, self.align))
+        if self.align != "none":
+            experts = aligned(experts, uploads, self.align)
+        return Ensemble(inner.ready(uploads, broadcast, server), experts)
 
     def personal(
         self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site
@@ -83,15 +78,21 @@ class Split(Rule):
         for upload, expert in zip(uploads, experts, strict=True):
             yield upload.client, Single(expert.net)
 
-    def restore(
-        self, shards: Sequence[dict[str, Tensor]], recipe: Federated, channels: int, classes: int, streamed: bool
-    ) -> Inference:
-        return rules.of(self.inner).restore(shards, recipe, channels, classes, streamed)
+    def restore(self, saved: SavedModel) -> Inference:
+        return rules.of(self.inner).restore(saved)
 
 
-def _fits(kind: str) -> bool:
-    rule = slot("fusion").parse(kind) if kind != "split" else None
-    return isinstance(rule, EnsembleRule) and not rule.needs_sums and not rule.statistics(2, 2)
+def _fits(rule: RulePart) -> bool:
+    """Whether a rule can be the inner one."""
+    return isinstance(rule, EnsembleRule) and not rule.needs.sums and not rule.statistics(2, 2)
+
+
+def _fits_by_default(kind: str) -> bool:
+    """The same of a kind with default options; a plug-in may have options without a default."""
+    try:
+        return _fits(rules.parse(kind))
+    except ValueError:
+        return False
 
 
 def similarity(counts: Tensor) -> Tensor:
@@ -104,19 +105,18 @@ def similarity(counts: Tensor) -> Tensor:
 
 
 def shared_blocks(counts: Tensor, total: int, chosen: str) -> list[int]:
-    """How many of `total` blocks each client shares; counts (clients, classes)."""
+    """Number of shared blocks of `total` for each client; counts (clients, classes)."""
     clients = len(counts)
     if chosen == "client":
-        alike = torch.tensor([label_entropy(mine) for mine in counts])
+        scores = torch.tensor([label_entropy(own) for own in counts])
     elif clients == 1:
-        alike = torch.ones(1)
+        scores = torch.ones(1)
     else:
         others = ~torch.eye(clients, dtype=torch.bool)
-        pairs = similarity(counts)
-        alike = torch.stack([pairs[number][others[number]].mean() for number in range(clients)])
+        scores = similarity(counts)[others].view(clients, clients - 1).mean(1)
     if chosen == "all":
-        alike = alike.mean().expand(clients)
-    shared = [min(max(round(float(each) * total), 1), total - 1) for each in alike]
+        scores = scores.mean().expand(clients)
+    shared = [min(max(round(float(score) * total), 1), total - 1) for score in scores]
     return [min(shared)] * clients if chosen == "client" else shared
 
 
@@ -124,40 +124,36 @@ class SplitExperts:
     """Clients' networks with a common base, built one at a time."""
 
     def __init__(self, rule: Split, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> None:
-        self.rule, self.uploads, self.broadcast, self.server = rule, uploads, broadcast, server
-        encoder = broadcast.recipe.model.encoder
-        assert encoder is not None
+        self.uploads, self.broadcast, self.device = uploads, broadcast, server.device
         with torch.device("meta"):
-            self.blocks = blocks(build(encoder, broadcast.shape[0], broadcast.classes))
+            self.blocks = blocks(build(broadcast.recipe.encoder, broadcast.shape[0], broadcast.classes))
         counts = torch.stack([upload.class_counts for upload in uploads])
         self.shared = shared_blocks(counts, len(self.blocks), rule.chosen)
         self.images = _images(rule, broadcast, server)
         self.means = self._means()
 
-    def __len__(self) -> int:
-        return len(self.uploads)
-
     def __iter__(self) -> Iterator[Expert]:
         for shared, upload in zip(self.shared, self.uploads, strict=True):
             base = {name: value for mean in self.means[:shared] for name, value in mean.items()}
-            weights = {
-                name: value.clone() for name, value in (upload.weights | base).items()
-            }  # uploads stay as they are
-            merged = replace(upload, weights=weights)
-            if self.images is None:
-                yield expert_of(merged, self.broadcast, self.server.device)
-                continue
-            net = expert_of(merged, self.broadcast, self.server.device).net
-            restate(net, self.images.batches(self.server.device, *preprocessing(self.broadcast.recipe)))
-            yield expert_of(replace(merged, weights=net.weights()), self.broadcast, self.server.device)
+            weights = upload.weights | base
+            if self.images is not None:
+                weights = self._restated(weights, self.images)
+            yield expert_of(replace(upload, weights=weights), self.broadcast, self.device)
+
+    def _restated(self, weights: dict[str, Tensor], images: Images) -> dict[str, Tensor]:
+        """The weights with batch-norm statistics of these images."""
+        copies = {name: value.clone() for name, value in weights.items()}  # restate changes them in place
+        net = network_from(self.broadcast.recipe.encoder, self.broadcast.shape[0], self.broadcast.classes, copies)
+        restate(to_inference(net, self.device), images.batches(self.device, *preprocessing(self.broadcast.recipe)))
+        return net.weights()
 
     def _means(self) -> list[dict[str, Tensor]]:
-        """Of every block that somebody shares: its tensors averaged over all clients who do."""
+        """For every shared block: its tensors averaged over the clients that share it."""
         means: list[dict[str, Tensor]] = []
         last: list[int] = []
         for depth in range(max(self.shared)):
             sharers = [number for number, shared in enumerate(self.shared) if shared > depth]
-            if sharers != last:
+            if sharers != last:  # uploads are read from disk
                 mean, last = average_weights([self.uploads[number] for number in sharers]), sharers
             means.append({name: mean[name] for name in self.blocks[depth]})
         return means
@@ -166,14 +162,12 @@ class SplitExperts:
 def _images(rule: Split, broadcast: Broadcast, server: Site) -> Images | None:
     if rule.restate == "noise":
         return noise_images(broadcast.shape, MADE_UP, broadcast.recipe.seeds.initialisation)
-    if rule.restate == "public" and (server.data is None or len(server.data) == 0):
-        raise RecipeError("fusion.split: the server has no public images; set public, or restate: noise")
-    return server.data if rule.restate == "public" else None
+    return public_images(server, "fusion.split", ", or restate: noise") if rule.restate == "public" else None
 
 
 @torch.no_grad()
 def restate(net: PrototypeNet, batches: Iterator[Tensor]) -> None:
-    """Measure batch-norm statistics anew: the mean over these batches, each counted by its images."""
+    """Measure batch-norm statistics again: the mean over these batches, weighted by their sizes."""
     norms = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
     before = [norm.momentum for norm in norms]
     net.train()

@@ -1,21 +1,22 @@
-"""Knowledge from a large network into a small one through their parameters (MergeNet)."""
+"""MergeNet: knowledge transfer from a large network to a small one through their parameters."""
 
-from oneround.mergenet.adapter import Adapter, ParameterAttention
-from oneround.mergenet.merger import Merger, Pair, as_matrix, check_pairs, chosen_pairs
-from oneround.mergenet.single import Beside
-from oneround.mergenet.teacher import Larger, Teacher, layout_of, teacher_of
+from oneround.config.sections import Adapter, Pair
+from oneround.mergenet.adapter import ParameterAttention
+from oneround.mergenet.merger import Merger, check_pairs, chosen_pairs, not_finite
+from oneround.mergenet.single import CompanionNetwork, check_companion
+from oneround.mergenet.teacher import Teacher, layout_of, teacher_of
 
 __all__ = [
     "Adapter",
-    "Beside",
-    "Larger",
+    "CompanionNetwork",
     "Merger",
     "Pair",
     "ParameterAttention",
     "Teacher",
-    "as_matrix",
+    "check_companion",
     "check_pairs",
     "chosen_pairs",
     "layout_of",
+    "not_finite",
     "teacher_of",
 ]

@@ -1,63 +1,38 @@
-"""Parameter attention: a matrix of one network looks at a matrix of another and comes back changed, in its own shape.
+"""Parameter attention: a matrix of one network attends to a matrix of another; the output has the shape of the first.
 
-MergeNet (Li et al., 2024). Student W_a (r × c) and teacher W_b (p × q) may have any shapes: rows and columns of W_a ask, rows and
-columns of W_b answer, which makes four cross-attentions; their mean goes through a small feed-forward network row by row.
+MergeNet (Li et al., 2024). Student W_a (r × c) and teacher W_b (p × q) may have any shapes: rows and columns of W_a are queries,
+rows and columns of W_b keys and values, which makes four cross-attentions. Their mean goes through a small feed-forward network
+row by row.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
-from oneround.parts import Strict
-from oneround.sections import Count, Fraction, NotNegative, Positive
-
-
-class Adapter(Strict):
-    """Size and training of the adapter."""
-
-    width: Count = 64
-    """Of every attention head (d_attention)."""
-    heads: Count = 8
-    layers: Count = 2
-    attention_dropout: Fraction = 0.1
-    dropout: Fraction = 0.2
-    """In the feed-forward part. Dropout acts while the adapter learns, never in what it hands out."""
-    rescale: bool = True
-    """Give every row the norm it had: the last layer norm makes rows of norm √columns, which batch norm hides but which slows
-    learning. False: as published."""
-    learning_rate: Annotated[NotNegative, Field(le=1e6)] = 0.001
-    schedule: Literal["constant", "cosine"] = "constant"
-    """Of the learning rate, over all fusions."""
-    weight_decay: NotNegative = 0.01
-    """Not on biases and norms."""
-    clip_norm: Positive = 50.0
-    """Largest norm of the adapter's gradient."""
+from oneround.config.sections import Adapter
 
 
 class CrossAttention(nn.Module):
-    """LayerNorm(query + W_o·dropout(softmax(QKᵀ/√width))V): tokens (n, asking) look at tokens (m, answering)."""
+    """LayerNorm(query + W_o·dropout(softmax(QKᵀ/√width))V): tokens (n, query_size) attend to tokens (m, key_size)."""
 
-    def __init__(self, asking: int, answering: int, options: Adapter) -> None:
+    def __init__(self, query_size: int, key_size: int, options: Adapter) -> None:
         super().__init__()
         inner = options.heads * options.width
         self.heads, self.dropout = options.heads, options.attention_dropout
-        self.query, self.key, self.value = (nn.Linear(size, inner) for size in (asking, answering, answering))
-        self.out, self.norm = nn.Linear(inner, asking), nn.LayerNorm(asking)
+        self.query, self.key, self.value = (nn.Linear(size, inner) for size in (query_size, key_size, key_size))
+        self.out, self.norm = nn.Linear(inner, query_size), nn.LayerNorm(query_size)
 
     def forward(self, tokens: Tensor, others: Tensor) -> Tensor:
         def split(projected: Tensor) -> Tensor:  # (n, heads·width) → (1, heads, n, width)
             return projected.view(len(projected), self.heads, -1).transpose(0, 1)[None]
 
         query, key, value = split(self.query(tokens)), split(self.key(others)), split(self.value(others))
-        seen = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout if self.training else 0.0)
-        changed: Tensor = self.norm(tokens + self.out(seen[0].transpose(0, 1).flatten(1)))
-        return changed
+        attended = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout if self.training else 0.0)
+        out: Tensor = self.norm(tokens + self.out(attended[0].transpose(0, 1).flatten(1)))
+        return out
 
 
 class Layer(nn.Module):
@@ -66,7 +41,7 @@ class Layer(nn.Module):
     def __init__(self, student: tuple[int, int], teacher: tuple[int, int], options: Adapter) -> None:
         super().__init__()
         (rows, columns), (other_rows, other_columns) = student, teacher
-        # Rows are tokens as long as there are columns, and the other way round.
+        # A row is a token of size columns, a column a token of size rows.
         self.by_row = nn.ModuleList(CrossAttention(columns, size, options) for size in (other_columns, other_rows))
         self.by_column = nn.ModuleList(CrossAttention(rows, size, options) for size in (other_columns, other_rows))
         wide, narrow = nn.Linear(columns, 2 * columns), nn.Linear(2 * columns, columns)
@@ -75,9 +50,9 @@ class Layer(nn.Module):
 
     def forward(self, matrix: Tensor, teacher: Tensor) -> Tensor:
         both = (teacher, teacher.T)
-        seen = [ask(matrix, other) for ask, other in zip(self.by_row, both, strict=True)]
-        seen += [ask(matrix.T, other).T for ask, other in zip(self.by_column, both, strict=True)]
-        mean = torch.stack(seen).mean(0)
+        attended = [attention(matrix, other) for attention, other in zip(self.by_row, both, strict=True)]
+        attended += [attention(matrix.T, other).T for attention, other in zip(self.by_column, both, strict=True)]
+        mean = torch.stack(attended).mean(0)
         out: Tensor = self.norm(mean + self.dropout(self.feed(mean)))
         return out
 

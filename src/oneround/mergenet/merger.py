@@ -1,7 +1,7 @@
-"""Adapters at work: they fuse a student's matrices with a teacher's, and learn from where training takes them.
+"""Mergers fuse a student's matrices with a teacher's by adapters, and train the adapters on the result of later training.
 
-After fusing gave W_out and training moved it to W_final, an adapter with parameters φ descends along
-(∂W_out/∂φ)ᵀ(W_out − W_final): a vector–Jacobian product, nothing of the training is differentiated.
+A fusion gives W_out, and training moves it to W_final. An adapter with parameters φ then descends along
+(∂W_out/∂φ)ᵀ(W_out − W_final): a vector–Jacobian product, without differentiating through the training.
 """
 
 from __future__ import annotations
@@ -13,24 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oneround.config.sections import Adapter, Pair
 from oneround.errors import RecipeError
-from oneround.mergenet.adapter import Adapter, ParameterAttention
+from oneround.mergenet.adapter import ParameterAttention
 from oneround.models.encoders import encoders
 from oneround.models.prototype import on_cpu
-from oneround.parts import Strict
 from oneround.protocol import Broadcast
+from oneround.protocol.messages import parted, prefixed
 from oneround.seeds import derive
 
 Weights = Mapping[str, Tensor]
 TINY = 1e-12
-SHOWN = 8  # names of matrices in a message
-
-
-class Pair(Strict):
-    """A student's tensor and the teacher's tensor it looks at, by name."""
-
-    student: str
-    teacher: str
+SHOWN = 8  # names of matrices in an error message
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
@@ -38,25 +32,31 @@ def as_matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(len(tensor), -1)
 
 
-SEED_PAIR = {"mobilenet-v2": "encoder.blocks.15.layers.6.weight"}
+PUBLISHED_PAIR = {"mobilenet-v2": "encoder.blocks.15.layers.6.weight"}
 """The projection 960 → 160 at the end of the 160-channel stage."""
 
 
 def chosen_pairs(named: list[Pair], broadcast: Broadcast) -> list[Pair]:
-    """Those that are named; else the published pair, or the nearest thing another encoder has."""
+    """The named pairs; else the published pair, or the last convolution of another encoder."""
     if named:
         return named
-    encoder = broadcast.recipe.model.encoder
-    assert encoder is not None
-    with torch.device("meta"):  # in the network's own order; a message keeps another
+    encoder = broadcast.recipe.encoder
+    with torch.device("meta"):  # for the network's own order, which a message does not keep
         layers = encoders.of(encoder).build(broadcast.shape[0]).named_parameters()
     convolutions = [f"encoder.{name}" for name, value in layers if value.dim() == 4]
-    chosen = SEED_PAIR.get(encoder.kind, convolutions[-1])
+    chosen = PUBLISHED_PAIR.get(encoder.kind, convolutions[-1])
     return [Pair(student=chosen, teacher="prototypes")]
 
 
+def not_finite(weights: Mapping[str, Tensor], adapter: Adapter) -> str:
+    """Why a fused network must not be sent: it has values that are not finite; empty if it has none."""
+    if all(bool(torch.isfinite(value).all()) for value in weights.values() if value.is_floating_point()):
+        return ""
+    return f"not finite; is adapter.learning_rate = {adapter.learning_rate:g} too large?"
+
+
 class Merger:
-    """One adapter per pair, their optimiser, and what they were last given to fuse."""
+    """One adapter per pair, their optimiser, and the inputs of the last fusion."""
 
     def __init__(
         self, pairs: list[Pair], options: Adapter, student: Weights, teacher: Weights, seed: int, device: torch.device
@@ -65,59 +65,63 @@ class Merger:
         self.pairs, self.options, self.device, self.seed = pairs, options, device, seed
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(seed, "adapter"))
-            made = [
+            adapters = nn.ModuleList(
                 ParameterAttention(_shape(student[pair.student]), _shape(teacher[pair.teacher]), options)
                 for pair in pairs
-            ]
-        self.adapters = nn.ModuleList(made).to(device).eval()
-        matrices = [each for each in self.adapters.parameters() if each.dim() > 1]
-        others = [each for each in self.adapters.parameters() if each.dim() <= 1]
+            )
+        self.adapters = adapters.to(device).eval()
+        matrices = [each for each in adapters.parameters() if each.dim() > 1]
+        others = [each for each in adapters.parameters() if each.dim() <= 1]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, weight_decay=options.weight_decay)
-        self.given: dict[str, Tensor] = {}
-        """The student's tensors of the last fusion whose outcome is not known yet; empty if there is none."""
-        self.looked_at: dict[str, Tensor] = {}
-        """The teacher's tensors of that fusion: a teacher may learn on."""
+        self.inputs: dict[str, Tensor] = {}
+        """The student's tensors of the last fusion, until `learn` uses them; then empty."""
+        self.teacher_inputs: dict[str, Tensor] = {}
+        """The teacher's tensors of that fusion, since a teacher may train on."""
         self.fusions = 0
 
     @torch.no_grad()
     def fuse(self, student: Weights, teacher: Weights) -> dict[str, Tensor]:
-        """The student's tensors, changed; everything else of the student is as it was. Without dropout: the same again for the same."""
+        """The student's weights with the paired tensors fused; deterministic, without dropout."""
         self.adapters.eval()
-        self.given = {pair.student: student[pair.student].detach().clone() for pair in self.pairs}
-        self.looked_at = {pair.teacher: teacher[pair.teacher].detach().clone() for pair in self.pairs}
+        self.inputs = {pair.student: student[pair.student].detach().clone() for pair in self.pairs}
+        self.teacher_inputs = {pair.teacher: teacher[pair.teacher].detach().clone() for pair in self.pairs}
         self.fusions += 1
-        return dict(student) | self._outputs(self.given, teacher)
+        return dict(student) | self._outputs(self.inputs, teacher)
 
     @torch.no_grad()
     def effect(self) -> dict[str, float]:
-        """How far the last fusion took the student's tensors, and how far from what it had made of a teacher of zeros."""
-        if not self.given:
+        """Relative change of the student's tensors by the last fusion, and relative difference to a teacher of zeros."""
+        if not self.inputs:
             return {}
-        out = self._outputs(self.given, self.looked_at)
-        blank = self._outputs(self.given, {name: torch.zeros_like(value) for name, value in self.looked_at.items()})
-        given = {name: value.to(self.device).float() for name, value in self.given.items()}
-        size = max(_size(given), TINY)
-        return {"changed": _distance(out, given) / size, "by_teacher": _distance(out, blank) / size}
+        out = self._outputs(self.inputs, self.teacher_inputs)
+        zeros = {name: torch.zeros_like(value) for name, value in self.teacher_inputs.items()}
+        blank = self._outputs(self.inputs, zeros)
+        inputs = {name: value.to(self.device).float() for name, value in self.inputs.items()}
+        size = max(_size(inputs), TINY)
+        return {"changed": _distance(out, inputs) / size, "by_teacher": _distance(out, blank) / size}
 
     def learn(self, reached: Weights, progress: float = 0.0) -> dict[str, float]:
-        """One step towards what training made of the last fusion; `progress` (0…1) of all fusions. What it saw, in numbers."""
-        if not self.given:
+        """One step towards the weights `reached` by training after the last fusion; returns metrics.
+
+        `progress`: share of all fusions that are done, for the learning rate schedule.
+        """
+        if not self.inputs:
             return {}
         goals = {pair.student: reached[pair.student].detach().to(self.device).float() for pair in self.pairs}
         with torch.no_grad():
-            out = self._outputs(self.given, self.looked_at)
-        told = {"error": _distance(out, goals) / max(_size(goals), TINY), "adapter_moved": 0.0}
+            out = self._outputs(self.inputs, self.teacher_inputs)
+        metrics = {"error": _distance(out, goals) / max(_size(goals), TINY), "adapter_moved": 0.0}
         rate = self.options.learning_rate
         if self.options.schedule == "cosine":
             rate *= (1 + math.cos(math.pi * progress)) / 2
         if rate:
-            told |= self._step(goals, rate)
-        self.given, self.looked_at = {}, {}
-        return told
+            metrics |= self._step(goals, rate)
+        self.inputs, self.teacher_inputs = {}, {}
+        return metrics
 
     def _step(self, goals: Weights, rate: float) -> dict[str, float]:
-        """Descend along the vector–Jacobian product, with dropout; one whose gradient is not finite is left out."""
+        """One step along the vector–Jacobian product, with dropout; skipped if the gradient is not finite."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
@@ -125,68 +129,64 @@ class Merger:
         self.adapters.train()
         with torch.enable_grad(), torch.random.fork_rng(devices=devices):
             torch.manual_seed(derive(self.seed, "dropout", self.fusions))
-            out = self._outputs(self.given, self.looked_at)
+            out = self._outputs(self.inputs, self.teacher_inputs)
         self.adapters.eval()
         torch.autograd.backward(list(out.values()), [(out[name] - goals[name]).detach() for name in out])
         norm = float(nn.utils.clip_grad_norm_(self.adapters.parameters(), self.options.clip_norm))
         before = [parameter.detach().clone() for parameter in self.adapters.parameters()]
         if math.isfinite(norm):
             self.optimizer.step()
-        now = self.adapters.parameters()
-        moved = sum(float((each.detach() - was).square().sum()) for each, was in zip(now, before, strict=True))
+        pairs = zip(self.adapters.parameters(), before, strict=True)
+        moved = sum(float((now.detach() - was).square().sum()) for now, was in pairs)
         return {"gradient_norm": norm, "adapter_moved": math.sqrt(moved)}
 
     def _outputs(self, student: Weights, teacher: Weights) -> dict[str, Tensor]:
-        found = {}
+        outputs = {}
         for pair, adapter in zip(self.pairs, self.adapters, strict=True):
-            mine, other = (as_matrix(each.detach().to(self.device).float()) for each in (student[pair.student], teacher[pair.teacher]))  # fmt: skip
-            found[pair.student] = adapter(mine, other).reshape(student[pair.student].shape)
-        return found
+            source, other = student[pair.student], teacher[pair.teacher]
+            mine, others = (as_matrix(each.detach().to(self.device).float()) for each in (source, other))
+            outputs[pair.student] = adapter(mine, others).reshape(source.shape)
+        return outputs
 
     # --- state that survives a kill ----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """All of it, as a file holds it."""
-        told = {f"adapter.{name}": on_cpu(value) for name, value in self.adapters.state_dict().items()}
-        told |= {f"given.{name}": on_cpu(value) for name, value in self.given.items()}
-        told |= {f"looked_at.{name}": on_cpu(value) for name, value in self.looked_at.items()}
+        """Its state as named tensors on the CPU."""
+        tensors = prefixed(adapter=self.adapters.state_dict(), given=self.inputs, looked_at=self.teacher_inputs)
         for name, parameter in self.adapters.named_parameters():
-            told |= {f"optimizer.{key}.{name}": on_cpu(value) for key, value in self.optimizer.state[parameter].items()}
-        return told | {"fusions": torch.tensor(self.fusions)}
+            moments = self.optimizer.state[parameter]
+            tensors |= {f"optimizer.{key}.{name}": value for key, value in moments.items()}
+        return {name: on_cpu(value) for name, value in tensors.items()} | {"fusions": torch.tensor(self.fusions)}
 
-    def load(self, told: Mapping[str, Tensor]) -> None:
-        """What `state` gave."""
-        parts: dict[str, dict[str, Tensor]] = {"adapter": {}, "given": {}, "looked_at": {}, "optimizer": {}}
-        for name, value in told.items():
-            part, _, key = name.partition(".")
-            if key:
-                parts[part][key] = value
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Load what `state` returned."""
+        parts = parted(state, "adapter", "given", "looked_at", "optimizer")
         self.adapters.load_state_dict(parts["adapter"])
-        self.given, self.looked_at, self.fusions = parts["given"], parts["looked_at"], int(told["fusions"])
+        self.inputs, self.teacher_inputs, self.fusions = parts["given"], parts["looked_at"], int(state["fusions"])
+        moments = parted(parts["optimizer"], "step", "exp_avg", "exp_avg_sq")
         for name, parameter in self.adapters.named_parameters():
-            kept = {key.partition(".")[0]: value for key, value in parts["optimizer"].items() if key.partition(".")[2] == name}  # fmt: skip
-            if kept:
+            if name in moments["step"]:
                 self.optimizer.state[parameter] = {
-                    key: value.clone() if key == "step" else value.to(self.device, copy=True)
-                    for key, value in kept.items()
+                    key: by_name[name].to("cpu" if key == "step" else self.device, copy=True)
+                    for key, by_name in moments.items()
                 }
 
 
 def check_pairs(pairs: list[Pair], student: Weights, teacher: Weights) -> None:
-    """Every pair names a matrix on either side, and no matrix of the student's twice."""
+    """Refuse pairs that name a missing matrix, or a matrix of the student twice."""
     for pair in pairs:
-        for name, whose, what in ((pair.student, student, "student"), (pair.teacher, teacher, "teacher")):
-            matrices = [each for each, value in whose.items() if value.dim() > 1]
+        for name, weights, network in ((pair.student, student, "student"), (pair.teacher, teacher, "teacher")):
+            matrices = [each for each, value in weights.items() if value.dim() > 1]
             if name not in matrices:
                 some = "… " if len(matrices) > SHOWN else ""
                 raise RecipeError(
-                    f"pairs: the {what} has no matrix {name}; it has {some}{', '.join(matrices[-SHOWN:])}"
+                    f"pairs: the {network} has no matrix {name}; it has {some}{', '.join(matrices[-SHOWN:])}"
                 )
     names = [pair.student for pair in pairs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise RecipeError(
-            f"pairs: {twice} of the student is named twice; each of its matrices looks at one of the teacher's"
+            f"pairs: {twice} of the student is named twice; each of its matrices attends to one of the teacher's"
         )
 
 

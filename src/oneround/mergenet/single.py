@@ -1,79 +1,54 @@
-"""MergeNet on one machine: student and teacher learn side by side, and every few batches the student looks at the teacher."""
+"""MergeNet on one machine: student and teacher train side by side, and are fused every few batches."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from oneround.learning.batches import steps_per_epoch
-from oneround.learning.companion import Companion, CompanionPart, companions
-from oneround.learning.step import Stepper
-from oneround.mergenet.adapter import Adapter
-from oneround.mergenet.merger import Merger, Pair, check_pairs, chosen_pairs
-from oneround.mergenet.teacher import Larger, layout_of, network_of, teachers_recipe
+from oneround.config.sections import Companion
+from oneround.mergenet.merger import Merger, check_pairs, chosen_pairs
+from oneround.mergenet.teacher import layout_of, network_of, teacher_recipe
 from oneround.models import PrototypeNet
-from oneround.models.prototype import on_cpu
 from oneround.protocol import Broadcast
-from oneround.sections import Count
+from oneround.protocol.messages import parted, prefixed
 from oneround.site import Site
+from oneround.training.batches import steps_per_epoch
+from oneround.training.step import Stepper
 
 log = logging.getLogger("oneround")
 
 
-@companions.register("mergenet")
-class Beside(CompanionPart):
-    """A larger network that learns from the same batches and hands its knowledge over through an adapter."""
-
-    teacher: Larger = Larger()
-    """Its encoder and learning rate; it begins with random weights."""
-    adapter: Adapter = Adapter()
-    pairs: list[Pair] = Field(default=[])
-    """As in the fusion rule `mergenet`."""
-    every: Count = 10
-    """Batches between two fusions."""
-
-    def check(self, broadcast: Broadcast) -> None:
-        check_pairs(chosen_pairs(self.pairs, broadcast), broadcast.weights, layout_of(self.teacher, broadcast))
-
-    def join(self, broadcast: Broadcast, site: Site) -> Companion:
-        return Together(self, broadcast, site)
+def check_companion(options: Companion, broadcast: Broadcast) -> None:
+    """Refuse options that do not fit the clients' network, before anything is trained."""
+    check_pairs(chosen_pairs(options.pairs, broadcast), broadcast.weights, layout_of(options.teacher, broadcast))
 
 
-class Together:
-    """The teacher, its optimiser, and the adapter beside one student."""
+class CompanionNetwork:
+    """The teacher of one student, its optimiser and its adapters."""
 
-    def __init__(self, options: Beside, broadcast: Broadcast, site: Site) -> None:
-        self.options, self.device, self.steps, self.name, self.warned = options, site.device, 0, site.name, False
+    def __init__(self, options: Companion, broadcast: Broadcast, site: Site) -> None:
         assert site.data is not None
-        steps = broadcast.recipe.training.epochs * steps_per_epoch(len(site.data), broadcast.recipe.training)
+        self.options, self.steps, self.name, self.warned = options, 0, site.name, False
+        training = broadcast.recipe.training
+        steps = training.epochs * steps_per_epoch(len(site.data), training)
         if options.every >= steps:
             log.warning(
-                "%s: companion.every = %d, and it takes %d steps in all: it learns alone",
-                site.name,
-                options.every,
-                steps,
+                f"{site.name}: companion.every = {options.every}, and its training has {steps} steps: no fusion takes place"
             )
-        training = broadcast.recipe.training
-        recipe = teachers_recipe(broadcast.recipe, options.teacher, training.epochs, training.batch_size)
+        recipe = teacher_recipe(broadcast.recipe, options.teacher, training.epochs, training.batch_size)
         fresh = network_of(options.teacher, broadcast).weights()
-        sent = replace(broadcast, recipe=recipe, weights=fresh, extras={})
-        local = site.local
-        self.teacher = Stepper(
-            sent, self.device, bf16=site.bf16, compiled=local.compile, recorded=local.record, beside=True
-        )
-        self.teacher.net.load_state_dict(fresh)
-        self.teacher.restart()
+        initial = replace(broadcast, recipe=recipe, weights=fresh, extras={}, digest="")
+        self.teacher = Stepper(initial, site)
+        self.teacher.bind(initial)
         self.pace = options.teacher.learning_rate / training.learning_rate
         pairs = chosen_pairs(options.pairs, broadcast)
         seed = broadcast.recipe.seeds.initialisation
-        self.merger = Merger(pairs, options.adapter, broadcast.weights, fresh, seed, self.device)
-        self.seen: list[dict[str, float]] = []
+        self.merger = Merger(pairs, options.adapter, broadcast.weights, fresh, seed, site.device)
+        self.learned_metrics: list[dict[str, float]] = []
 
     def after_step(
         self, net: PrototypeNet, pixels: Tensor, labels: Tensor, numbers: Tensor, rate: float, last: bool
@@ -84,9 +59,9 @@ class Together:
         if self.steps % self.options.every or last:
             return
         student, teacher = net.state_dict(), self.teacher.net.state_dict()
-        learned = self.merger.learn(student)
-        if learned:
-            self.seen.append(learned)
+        metrics = self.merger.learn(student)
+        if metrics:
+            self.learned_metrics.append(metrics)
         fused = self.merger.fuse(student, teacher)
         with torch.no_grad():
             for pair in self.merger.pairs:
@@ -94,37 +69,30 @@ class Together:
                     student[pair.student].copy_(fused[pair.student])
                 elif not self.warned:
                     self.warned = True
-                    rate = self.options.adapter.learning_rate
                     log.warning(
-                        "%s: step %d: what fusing made of %s is not finite, the student goes on without it; is "
-                        "companion.adapter.learning_rate = %g too large?", self.name, self.steps, pair.student, rate,
-                    )  # fmt: skip
+                        f"{self.name}: step {self.steps}: the fused {pair.student} is not finite and is not used; is"
+                        f" companion.adapter.learning_rate = {self.options.adapter.learning_rate:g} too large?"
+                    )
 
     def largest_batch(self) -> int:
         return self.teacher.largest_batch()
 
     def report(self) -> dict[str, float]:
-        told = {
-            f"adapter_{key}": sum(each[key] for each in self.seen) / len(self.seen) for key in (self.seen or [{}])[0]
-        }
-        told |= {f"adapter_{key}": value for key, value in self.merger.effect().items()}
-        self.seen = []
-        self.teacher.now.sums.zero_()
-        return {key: value for key, value in told.items() if math.isfinite(value)}
+        """The adapter's metrics: means over its lessons, and the effect of the last fusion."""
+        lessons, self.learned_metrics = self.learned_metrics, []
+        means = {key: sum(each[key] for each in lessons) / len(lessons) for key in (lessons[0] if lessons else ())}
+        self.teacher.stage.sums.zero_()
+        metrics = means | self.merger.effect()
+        return {f"adapter_{key}": value for key, value in metrics.items() if math.isfinite(value)}
 
     def state(self) -> dict[str, Tensor]:
-        told = {f"merger.{name}": value for name, value in self.merger.state().items()}
-        told |= {f"teacher.{name}": on_cpu(value) for name, value in self.teacher.net.state_dict().items()}
-        told |= {f"momentum.{name}": on_cpu(value) for name, value in self.teacher.momentum.items()}
-        return told | {"steps": torch.tensor(self.steps)}
+        teacher, momentum = self.teacher.net.state_dict(), self.teacher.momentum
+        tensors = prefixed(merger=self.merger.state(), teacher=teacher, momentum=momentum)
+        return tensors | {"steps": torch.tensor(self.steps)}
 
-    def load(self, told: Mapping[str, Tensor]) -> None:
-        parts: dict[str, dict[str, Tensor]] = {"merger": {}, "teacher": {}, "momentum": {}}
-        for name, value in told.items():
-            part, _, key = name.partition(".")
-            if key:
-                parts[part][key] = value
+    def load(self, state: dict[str, Tensor]) -> None:
+        parts = parted(state, "merger", "teacher", "momentum")
         self.merger.load(parts["merger"])
         self.teacher.net.load_state_dict(parts["teacher"])
         self.teacher.restart(parts["momentum"])
-        self.steps = int(told["steps"])
+        self.steps = int(state["steps"])

@@ -1,4 +1,4 @@
-"""Networks: encoders, the prototype network clients train, and what a global model can be made of."""
+"""Networks: encoders, the clients' prototype network, fixed features and inference modules."""
 
 from oneround.models import patches as patches
 from oneround.models.encoders import Encoder, EncoderPart, encoders

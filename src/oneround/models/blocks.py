@@ -1,4 +1,4 @@
-"""A network as a row of blocks, from the image to the answer: what can be shared up to some depth."""
+"""A network as a sequence of blocks, so that it can be shared up to some depth."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ BEFORE, WITHIN, AFTER = 0, 1, 2
 def blocks(net: PrototypeNet) -> list[list[str]]:
     """Names of the tensors of every block, in order; the prototypes are the last.
 
-    Repeated parts (`blocks`, or lists of layers that go side by side) are a block each; what comes before them is the first,
-    what comes after them one more. An encoder without repeated parts has a block for each of its children.
+    Each repeated part (`blocks`, or parallel lists of layers) is a block; the layers before them are the first block, the
+    layers after them the next to last. An encoder without repeated parts has a block for each of its children.
     """
-    repeated = {name for name, child in net.encoder.named_children() if _is_repeated(name, child)}
-    order = [name for name, _ in net.encoder.named_children()]
+    children = dict(net.encoder.named_children())
+    order = list(children)
+    repeated = {
+        name
+        for name, child in children.items()
+        if isinstance(child, nn.ModuleList) or (name == "blocks" and isinstance(child, nn.Sequential))
+    }
     first = min((order.index(name) for name in repeated), default=len(order))
-    found: dict[tuple[int, int], list[str]] = {}
+    by_block: dict[tuple[int, int], list[str]] = {}
     for name in net.encoder.state_dict():
         child, _, rest = name.partition(".")
         if child in repeated:
@@ -27,9 +32,5 @@ def blocks(net: PrototypeNet) -> list[list[str]]:
             key = (WITHIN, order.index(child) if child in order else 0)
         else:
             key = (BEFORE if child not in order or order.index(child) < first else AFTER, 0)
-        found.setdefault(key, []).append(f"encoder.{name}")
-    return [*(found[key] for key in sorted(found)), ["prototypes"]]
-
-
-def _is_repeated(name: str, child: nn.Module) -> bool:
-    return isinstance(child, nn.ModuleList) or (name == "blocks" and isinstance(child, nn.Sequential))
+        by_block.setdefault(key, []).append(f"encoder.{name}")
+    return [*(by_block[key] for key in sorted(by_block)), ["prototypes"]]

@@ -1,6 +1,6 @@
-"""A dictionary of patches: windows cut from images, contrast-normalised, whitened; some of them are its entries.
+"""A dictionary of patches: contrast-normalised and whitened windows of images, a random subset of which are its entries.
 
-Everything is done in float64 by one thread and rounded at the end, so that the same images give the same bits.
+Everything is computed in float64 by one thread and rounded at the end, so that the same images give the same bits.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
 CONTRAST = 6e-4  # added to a window's variance (images in −1…1), so that flat windows stay flat
 GRID = 2.0**-16  # constants are rounded to multiples of this, which hides the last bits in which machines differ
-FLAT = 0.2  # share of windows, the flattest, that show nothing and are no entries
+FLAT = 0.2  # share of windows, the flattest, that are not used as entries
 
 
 def dictionary(
@@ -26,21 +27,23 @@ def dictionary(
     windows: int,
     random: np.random.RandomState,
 ) -> dict[str, Tensor]:
-    """`filters` (entries, channels·patch²) that do whitening and dictionary in one product, `offsets` to subtract afterwards.
+    """`filters` (entries, channels·patch²) that combine whitening and dictionary, `offsets` to subtract from the product.
 
-    The whitening is measured on so many `windows` of the images (n, channels, height, width).
+    The whitening is measured on this number of `windows` of the images (n, channels, height, width).
     """
     raw = torch.from_numpy(_cut(images, patch, max(windows, entries), random))
     raw = raw - raw.mean(1, keepdim=True)
-    seen = raw / (raw.square().mean(1, keepdim=True) + CONTRAST).sqrt()
-    mean = seen.mean(0)
-    centred = seen - mean
+    normalised = raw / (raw.square().mean(1, keepdim=True) + CONTRAST).sqrt()
+    mean = normalised.mean(0)
+    centred = normalised - mean
     variances, directions = torch.linalg.eigh(centred.T @ centred / len(centred))
     whiten = directions / (variances + whitening * variances.mean()).sqrt() @ directions.T
     white = centred @ whiten
     lengths = white.norm(dim=1)
-    telling = torch.nonzero(lengths > lengths.quantile(FLAT))[:, 0]
-    chosen = telling[torch.from_numpy(random.permutation(len(telling)))[torch.arange(entries) % len(telling)]]
+    informative = torch.nonzero(lengths > lengths.quantile(FLAT))[:, 0]
+    chosen = informative[
+        torch.from_numpy(random.permutation(len(informative)))[torch.arange(entries) % len(informative)]
+    ]
     filters = white[chosen] / lengths[chosen, None] @ whiten
     offsets = filters @ mean
     filters = filters - filters.mean(1, keepdim=True)  # a window's own mean is subtracted here
@@ -48,18 +51,11 @@ def dictionary(
 
 
 def _cut(images: NDArray[np.float64], patch: int, number: int, random: np.random.RandomState) -> NDArray[np.float64]:
-    """(number, channels·patch²): windows from random places, laid out as `unfold` does."""
-    count, channels, height, width = images.shape
-    which = random.randint(0, count, number)
-    top, left = random.randint(0, height - patch + 1, number), random.randint(0, width - patch + 1, number)
-    side = np.arange(patch)
-    cut: NDArray[np.float64] = images[
-        which[:, None, None, None],
-        np.arange(channels)[None, :, None, None],
-        (top[:, None] + side)[:, None, :, None],
-        (left[:, None] + side)[:, None, None, :],
-    ]
-    return cut.reshape(number, -1)
+    """(number, channels·patch²): windows at random positions, in the layout of `unfold`."""
+    windows = sliding_window_view(images, (patch, patch), axis=(2, 3))
+    count, _, rows, columns = windows.shape[:4]
+    which, top, left = (random.randint(0, end, number) for end in (count, rows, columns))
+    return windows[which, :, top, left].reshape(number, -1)
 
 
 def _rounded(values: Tensor) -> Tensor:
@@ -68,7 +64,7 @@ def _rounded(values: Tensor) -> Tensor:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Sums in one order, whatever the number of threads outside."""
+    """Use one thread, so that sums have a fixed order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -15,15 +15,15 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneround.config.parts import Part, Slot
 from oneround.models.norm import normalise
-from oneround.parts import Part, Slot
 
 Norm = Literal["batch", "group"]
 MakeNorm = Callable[[int], nn.Module]
 
 
 class Encoder(nn.Module):
-    """Images → features; `features` says how many."""
+    """Images → features; `features` is their number."""
 
     features: int
 
@@ -120,7 +120,7 @@ class Bottleneck(nn.Module):
 
 
 class Projection(nn.Module):
-    """A shortcut between unlike shapes."""
+    """A shortcut between different shapes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, make_norm: MakeNorm) -> None:
         super().__init__()
@@ -184,10 +184,10 @@ class ResNet50(EncoderPart):
 
 
 class Chain(nn.Sequential):
-    """Convolution, norm and (except at the end of a block) ReLU6, as often as they come."""
+    """Convolutions, norms and (except at the end of a block) ReLU6 in sequence."""
 
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """`added`: a shortcut, to the last norm."""
+        """`added`: a shortcut, added after the last norm."""
         layers = list(self)
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
             if isinstance(layer, nn.Conv2d):

@@ -1,4 +1,4 @@
-"""Fixed features: what every site computes alike from an image without having learned anything from data.
+"""Fixed features: every site computes the same features of an image, without training on its data.
 
 A features part makes its *constants* (a dictionary of patches, a frozen network) and builds the module that uses them.
 Constants that follow from a seed are made at every site; others travel in the Broadcast.
@@ -6,18 +6,19 @@ Constants that follow from a seed are made at every site; others travel in the B
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from oneround.config.parts import In, Part, Slot
+from oneround.data.images import Shape as Shape
 from oneround.errors import RecipeError
-from oneround.models.encoders import encoders
-from oneround.parts import In, Part, Slot
+from oneround.models.encoders import Encoder, encoders
 
-Shape = tuple[int, int, int]
 Constants = dict[str, Tensor]
 
 
@@ -28,28 +29,23 @@ class Features(nn.Module):
 
     @property
     def at_once(self) -> int:
-        """How many images to give it at a time where it is, so that what lies between stays small."""
+        """Batch size on its device that keeps temporary memory small."""
         return 100
 
 
-def in_parts(see: Callable[[Tensor], Tensor], images: Tensor, at_once: int, width: int) -> Tensor:
-    """see(images) (n, width), a few images at a time, each result copied at once into its place.
+def in_batches(module: Callable[[Tensor], Tensor], images: Tensor, at_once: int, width: int) -> Tensor:
+    """module(images) (n, width) in batches; each result is copied at once into one preallocated tensor.
 
-    Results that lived on between large temporaries would split the memory those leave, and the process would grow and grow.
+    Keeping the results between large temporaries would fragment memory, and the process would grow.
     """
-    seen = images.new_empty(len(images), width)
+    outputs = images.new_empty(len(images), width)
     for start in range(0, len(images), at_once):
-        seen[start : start + at_once] = see(images[start : start + at_once])
-    return seen
+        outputs[start : start + at_once] = module(images[start : start + at_once])
+    return outputs
 
 
 class FeaturesPart(Part):
     """A kind of fixed features."""
-
-    @property
-    def needs_public(self) -> bool:
-        """Whether the server must hold public images."""
-        return False
 
     @property
     def from_seed(self) -> bool:
@@ -57,11 +53,11 @@ class FeaturesPart(Part):
         return True
 
     def settled(self, shape: Shape) -> FeaturesPart:
-        """With the options that depend on the images' shape filled in; what cannot serve that shape is refused."""
+        """The part with the options that depend on the images' shape filled in; options that do not fit are refused."""
         return self
 
     def size_for(self, shape: Shape) -> int:
-        """How many features an image of that shape has."""
+        """Number of features of an image of that shape."""
         raise NotImplementedError
 
     def bytes_down(self, shape: Shape) -> int:
@@ -69,12 +65,21 @@ class FeaturesPart(Part):
         return 0
 
     def make(self, shape: Shape, seed: int, public: Tensor | None) -> Constants:
-        """The constants; `public` are normalised images of the server's, for parts that look at some."""
+        """The constants; `public`: the server's normalised images, for parts that need them."""
         raise NotImplementedError
 
     def build(self, shape: Shape, constants: Constants) -> Features:
         """The module, on the CPU."""
         raise NotImplementedError
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> bytes:
+    """SHA-256 of named tensors: names, shapes and values."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}:{tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().contiguous().numpy().data)
+    return digest.digest()
 
 
 features: Slot[FeaturesPart] = Slot("features", FeaturesPart, default="patches")
@@ -97,20 +102,20 @@ class Symmetric(Features):
 
 
 class FrozenFeatures(Features):
-    """What leaves an encoder in evaluation mode."""
+    """Features of a frozen encoder."""
 
-    def __init__(self, encoder: nn.Module, size: int) -> None:
+    def __init__(self, encoder: Encoder) -> None:
         super().__init__()
-        self.encoder, self.size = encoder, size
+        self.encoder, self.size = encoder, encoder.features
 
     def forward(self, images: Tensor) -> Tensor:
-        seen: Tensor = self.encoder(images)
-        return seen
+        outputs: Tensor = self.encoder(images)
+        return outputs
 
 
 @features.register("encoder")
 class FrozenEncoder(FeaturesPart):
-    """A given encoder, frozen: the server reads it from `local.frozen_encoder` and sends it with the broadcast."""
+    """A frozen encoder: the server reads it from `local.frozen_encoder` and sends it with the broadcast."""
 
     encoder: Annotated[Part, In("encoder")] = Field(default="resnet18", validate_default=True)
     """Its architecture."""
@@ -119,14 +124,15 @@ class FrozenEncoder(FeaturesPart):
     def from_seed(self) -> bool:
         return False
 
-    def size_for(self, shape: Shape) -> int:
+    def _without_weights(self, shape: Shape) -> Encoder:
         with torch.device("meta"):
-            return encoders.of(self.encoder).build(shape[0]).features
+            return encoders.of(self.encoder).build(shape[0])
+
+    def size_for(self, shape: Shape) -> int:
+        return self._without_weights(shape).features
 
     def bytes_down(self, shape: Shape) -> int:
-        with torch.device("meta"):
-            held = encoders.of(self.encoder).build(shape[0]).state_dict().values()
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return sum(tensor.nbytes for tensor in self._without_weights(shape).state_dict().values())
 
     def make(self, shape: Shape, seed: int, public: Tensor | None) -> Constants:
         raise RecipeError(
@@ -134,7 +140,6 @@ class FrozenEncoder(FeaturesPart):
         )
 
     def build(self, shape: Shape, constants: Constants) -> Features:
-        with torch.device("meta"):
-            encoder = encoders.of(self.encoder).build(shape[0])
+        encoder = self._without_weights(shape)
         encoder.load_state_dict(constants, assign=True)
-        return FrozenFeatures(encoder.eval().requires_grad_(False), encoder.features)
+        return FrozenFeatures(encoder.eval().requires_grad_(False))

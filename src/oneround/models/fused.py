@@ -1,39 +1,40 @@
 """Batch norm, an added shortcut and ReLU or ReLU6 in one pass over the data, forward and backward, as Triton kernels.
 
-Beside its convolutions a ResNet's training step is memory traffic: taken one by one, batch norm, addition and ReLU read and
-write every activation about sixteen times, and PyTorch's own statistics kernel for channels-last bf16 is slow at that. Here it
-is eleven passes and nothing has to be compiled as a whole. Used by `normalise` (norm.py) where it applies; results repeat bit
-for bit (no atomics).
+Outside its convolutions a ResNet's training step is memory-bound: as separate operations, batch norm, addition and ReLU read and
+write every activation about sixteen times, and PyTorch's own statistics kernel for channels-last bf16 is slow. Here it is eleven
+passes, without compiling the whole network. Used by `normalise` (norm.py) where it applies; results are bit-reproducible (no
+atomics).
 
-Every tensor is seen as rows × channels, which is how channels-last memory lies.
+Every tensor is viewed as rows × channels, the layout of channels-last memory.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-Rectifier = Literal["relu", "relu6"] | None
+from oneround.models.norm import Rectifier
+
 PROGRAMS = 528  # programs that share a reduction over rows: four for each of an H200's 132 multiprocessors
 ROWS = 64  # rows a program takes at a time
 
 
 @triton.jit
 def _sums(x, first, second, rows, channels, per_program, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Per program and channel: Σ(x − s) and Σ(x − s)², s the first row's value (a shift that keeps digits)."""
+    """Per program and channel: Σ(x − s) and Σ(x − s)², s the first row's value (a shift that avoids cancellation)."""
     part, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     shift = tl.load(x + column).to(tl.float32)
     one = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
     two = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
     for start in range(0, per_program, BLOCK_ROWS):
         row = part * per_program + start + tl.arange(0, BLOCK_ROWS)
-        there = (row < rows)[:, None]
+        in_range = (row < rows)[:, None]
         at = row.to(tl.int64)[:, None] * channels + column[None, :]
-        value = tl.where(there, tl.load(x + at, mask=there, other=0.0).to(tl.float32) - shift[None, :], 0.0)
+        value = tl.where(in_range, tl.load(x + at, mask=in_range, other=0.0).to(tl.float32) - shift[None, :], 0.0)
         one += value
         two += value * value
     tl.store(first + part * channels + column, tl.sum(one, 0))
@@ -72,19 +73,19 @@ def _apply(x, added, y, scale, offset, rows, channels, ADD: tl.constexpr, RELU: 
         tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS),
         tl.program_id(1) * BLOCK + tl.arange(0, BLOCK),
     )
-    there = (row < rows)[:, None]
+    in_range = (row < rows)[:, None]
     at = row.to(tl.int64)[:, None] * channels + column[None, :]
     value = (
-        tl.load(x + at, mask=there).to(tl.float32) * tl.load(scale + column)[None, :]
+        tl.load(x + at, mask=in_range).to(tl.float32) * tl.load(scale + column)[None, :]
         + tl.load(offset + column)[None, :]
     )
     if ADD:
-        value += tl.load(added + at, mask=there).to(tl.float32)
+        value += tl.load(added + at, mask=in_range).to(tl.float32)
     if RELU:
         value = tl.maximum(value, 0.0)
     if SIX:
         value = tl.minimum(value, 6.0)
-    tl.store(y + at, value, mask=there)
+    tl.store(y + at, value, mask=in_range)
 
 
 @triton.jit
@@ -96,16 +97,16 @@ def _gradient_sums(dy, y, x, mean, inverse, first, second, rows, channels, per_p
     two = tl.zeros((BLOCK_ROWS, BLOCK), tl.float32)
     for start in range(0, per_program, BLOCK_ROWS):
         row = part * per_program + start + tl.arange(0, BLOCK_ROWS)
-        there = (row < rows)[:, None]
+        in_range = (row < rows)[:, None]
         at = row.to(tl.int64)[:, None] * channels + column[None, :]
-        g = tl.load(dy + at, mask=there, other=0.0).to(tl.float32)
+        g = tl.load(dy + at, mask=in_range, other=0.0).to(tl.float32)
         if RELU:
-            out = tl.load(y + at, mask=there, other=0.0).to(tl.float32)
+            out = tl.load(y + at, mask=in_range, other=0.0).to(tl.float32)
             g = tl.where(out > 0.0, g, 0.0)
             if SIX:
                 g = tl.where(out < 6.0, g, 0.0)
         one += g
-        two += g * (tl.load(x + at, mask=there, other=0.0).to(tl.float32) - average) * spread
+        two += g * (tl.load(x + at, mask=in_range, other=0.0).to(tl.float32) - average) * spread
     tl.store(first + part * channels + column, tl.sum(one, 0))
     tl.store(second + part * channels + column, tl.sum(two, 0))
 
@@ -132,20 +133,22 @@ def _gradient_apply(dy, y, x, mean, inverse, weight, d_bias, d_weight, dx, d_add
         tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS),
         tl.program_id(1) * BLOCK + tl.arange(0, BLOCK),
     )
-    there = (row < rows)[:, None]
+    in_range = (row < rows)[:, None]
     at = row.to(tl.int64)[:, None] * channels + column[None, :]
-    g = tl.load(dy + at, mask=there, other=0.0).to(tl.float32)
+    g = tl.load(dy + at, mask=in_range, other=0.0).to(tl.float32)
     if RELU:
-        out = tl.load(y + at, mask=there, other=0.0).to(tl.float32)
+        out = tl.load(y + at, mask=in_range, other=0.0).to(tl.float32)
         g = tl.where(out > 0.0, g, 0.0)
         if SIX:
             g = tl.where(out < 6.0, g, 0.0)
     spread = tl.load(inverse + column)
-    unit = (tl.load(x + at, mask=there, other=0.0).to(tl.float32) - tl.load(mean + column)[None, :]) * spread[None, :]
+    unit = (tl.load(x + at, mask=in_range, other=0.0).to(tl.float32) - tl.load(mean + column)[None, :]) * spread[
+        None, :
+    ]
     about = (tl.load(d_bias + column) / rows)[None, :] + unit * (tl.load(d_weight + column) / rows)[None, :]
-    tl.store(dx + at, (tl.load(weight + column) * spread)[None, :] * (g - about), mask=there)
+    tl.store(dx + at, (tl.load(weight + column) * spread)[None, :] * (g - about), mask=in_range)
     if ADD:
-        tl.store(d_added + at, g, mask=there)
+        tl.store(d_added + at, g, mask=in_range)
 
 
 def _block(channels: int, most: int = 64) -> int:

@@ -1,12 +1,12 @@
-"""What a global model can be made of: one network, or an ensemble of clients' networks combined by a rule.
+"""Inference modules of a global model: one network, or an ensemble of clients' networks combined by a rule.
 
-An ensemble goes through its experts one after another and folds what each sees into running totals, so it works the same
+An ensemble runs its experts one after another and folds each one's output into running totals, so it works the same
 with all experts in memory (a saved model in use) or with one at a time read from disk (scoring two hundred uploads).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -20,8 +20,8 @@ Totals = dict[str, Tensor]
 M = TypeVar("M", bound=nn.Module)
 
 
-def placed(module: M, device: torch.device) -> M:
-    """On the device and ready to answer: nothing is trained, and on a GPU in the layout its convolutions like."""
+def to_inference(module: M, device: torch.device) -> M:
+    """Move a module to the device for inference: evaluation mode, no gradients, channels-last on a GPU."""
     layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
     return module.to(device, memory_format=layout).eval().requires_grad_(False)  # type: ignore[call-overload,no-any-return]
 
@@ -30,7 +30,7 @@ class Inference(nn.Module):
     """Normalised images → scores (n, classes); larger is likelier."""
 
     def answers(self, images: Images, device: torch.device, mean: float, std: float) -> Tensor:
-        """Its scores on a whole set, a few images at a time."""
+        """Its scores on a whole set, batch by batch."""
         return torch.cat([self(batch) for batch in images.batches(device, mean, std)])
 
     def shards(self) -> Iterator[dict[str, Tensor]]:
@@ -39,12 +39,12 @@ class Inference(nn.Module):
 
 
 class Single(Inference):
-    """One network, and what the rule that made it has to tell of how it did."""
+    """One network, and facts about how its rule made it, for the log."""
 
-    def __init__(self, net: PrototypeNet, told: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, net: PrototypeNet, facts: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         self.net = net
-        self.told = dict(told or {})
+        self.facts = dict(facts or {})
 
     def forward(self, images: Tensor) -> Tensor:
         scores: Tensor = self.net(images)
@@ -55,7 +55,7 @@ class Single(Inference):
 
 
 class Expert(nn.Module):
-    """One client's network and what else its upload says: sample and class counts, statistics a rule asked for."""
+    """One client's network with its sample and class counts and the statistics that rules need."""
 
     samples: Tensor
     class_counts: Tensor
@@ -74,57 +74,68 @@ class Expert(nn.Module):
         value: Tensor = getattr(self, f"statistic_{name}")
         return value
 
-    def see(self, images: Tensor) -> Seen:
-        """What this client's network makes of normalised images."""
+    def output(self, images: Tensor) -> ExpertOutput:
+        """Features and logits of normalised images."""
         features: Tensor = self.net.encoder(images)
-        if hasattr(self, "statistic_turn"):  # into the space another client's features are in
+        if hasattr(self, "statistic_turn"):  # into another client's feature space
             features = features @ self.statistic("turn")
-        return Seen(features, self)
+        return ExpertOutput(features, self)
 
 
-class Seen:
-    """One client's view of a batch of images."""
+class ExpertOutput:
+    """One client's features and logits of a batch of images."""
 
     def __init__(self, features: Tensor, expert: Expert) -> None:
         self.features = features
-        """(n, features) as they leave the encoder"""
+        """(n, features) of the encoder"""
         self.expert = expert
         self.unit = F.normalize(features, dim=1)
         """(n, features) of length 1"""
         self.logits = expert.net.answer(features)
-        """(n, classes) the client's own answer"""
+        """(n, classes) of the client's own prototypes or head"""
 
 
 class Combine(Protocol):
-    """How an ensemble rule folds views into totals and totals into scores."""
+    """How an ensemble rule folds outputs into totals and totals into scores."""
 
     def begin(self, images: Tensor) -> Totals | None:
-        """What it makes of the images itself, before any expert sees them; most make nothing."""
+        """Initial totals of a batch, before any expert; None for most rules."""
         ...
 
-    def add(self, totals: Totals | None, seen: Seen) -> Totals: ...
+    def add(self, totals: Totals | None, output: ExpertOutput) -> Totals: ...
 
     def scores(self, totals: Totals) -> Tensor: ...
 
 
-class Experts(Protocol):
-    """The experts of an ensemble, in memory or read one at a time."""
+class Combiner(nn.Module):
+    """A `Combine` with tensors of its own: they are the first shard of its saved ensemble."""
 
-    def __iter__(self) -> Iterator[Expert]: ...
+    def begin(self, images: Tensor) -> Totals | None:
+        return None
 
-    def __len__(self) -> int: ...
+    def begin_all(self, images: Images, device: torch.device, mean: float, std: float) -> list[Totals]:
+        """`begin` for every batch of a set, if that is cheaper; empty otherwise."""
+        return []
+
+    def shard(self) -> dict[str, Tensor]:
+        """Its tensors, to save."""
+        raise NotImplementedError
+
+
+Experts = Iterable[Expert]
+"""The experts of an ensemble, in memory or built one at a time; iterated as often as necessary."""
 
 
 class Ensemble(Inference):
     """Clients' networks side by side, combined by a rule."""
 
-    def __init__(self, rule: Combine, experts: Experts | Sequence[Expert]) -> None:
+    def __init__(self, rule: Combine, experts: Experts) -> None:
         super().__init__()
         self.rule = rule
         self.experts: Experts = cast(Experts, nn.ModuleList(experts)) if isinstance(experts, list) else experts
 
     def settle(self) -> Ensemble:
-        """Take all experts into memory, to use or export the model as a whole."""
+        """Load all experts into memory, to use or export the whole model."""
         if not isinstance(self.experts, nn.ModuleList):
             self.experts = cast(Experts, nn.ModuleList(self.experts))
         return self
@@ -132,11 +143,13 @@ class Ensemble(Inference):
     def forward(self, images: Tensor) -> Tensor:
         totals = self.rule.begin(images)
         for expert in self.experts:
-            totals = self.rule.add(totals, expert.see(images))
+            totals = self.rule.add(totals, expert.output(images))
         assert totals is not None
         return self.rule.scores(totals)
 
     def shards(self) -> Iterator[dict[str, Tensor]]:
+        if isinstance(self.rule, Combiner):
+            yield self.rule.shard()
         for expert in self.experts:
             yield {name: value.detach().cpu().contiguous() for name, value in expert.state_dict().items()}
 

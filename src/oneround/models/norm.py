@@ -1,4 +1,4 @@
-"""Normalise, add a shortcut, rectify: the three steps that follow a convolution, in one call."""
+"""Norm, shortcut and rectifier after a convolution, in one call."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+Rectifier = Literal["relu", "relu6"] | None
 
-def normalise(
-    norm: nn.Module, x: Tensor, added: Tensor | None = None, then: Literal["relu", "relu6"] | None = "relu"
-) -> Tensor:
-    """then(norm(x) + added); on a GPU, batch norm in training does it in one pass (fused.py)."""
+
+def normalise(norm: nn.Module, x: Tensor, added: Tensor | None = None, then: Rectifier = "relu") -> Tensor:
+    """then(norm(x) + added); on a GPU, batch norm in training mode uses the fused kernels (fused.py)."""
     if x.is_cuda and _fits(norm, x) and not torch.compiler.is_compiling() and _has_triton():
         from oneround.models.fused import batch_norm
 

@@ -1,9 +1,9 @@
 """Responses to a dictionary of whitened patches, pooled over a grid (Coates and Ng, 2011), from a seed and no real data.
 
-Patches are cut from dead leaves (or from public images). An image is looked at through every patch-sized window, normalised and
-whitened like them: a response r of a window to a dictionary entry gives max(0, r − threshold) and max(0, −r − threshold),
-averaged over the cells of a grid; then the root. With two layers half of the features come from the same done again to a map of
-a few such responses at half the resolution.
+Patches are cut from dead leaves (or from public images). Every patch-sized window of an image is normalised and whitened like
+them. A response r of a window to a dictionary entry gives max(0, r − threshold) and max(0, −r − threshold),
+averaged over the cells of a grid; then the square root. With two layers, half of the features come from a second dictionary on
+maps of some of these responses at half the resolution.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from oneround.config.parts import Needs
+from oneround.config.sections import NotNegative, Positive
+from oneround.data.images import Shape
 from oneround.errors import RecipeError
+from oneround.models.dead_leaves import dead_leaves
 from oneround.models.dictionary import CONTRAST, dictionary, one_thread
-from oneround.models.features import Constants, Features, FeaturesPart, Shape, features
-from oneround.models.leaves import dead_leaves
-from oneround.sections import NotNegative, Positive
+from oneround.models.features import Constants, Features, FeaturesPart, features
 from oneround.seeds import derive
 
-WINDOWS, DEEP_WINDOWS = 50_000, 15_000  # that whitening is measured on
+WINDOWS, DEEP_WINDOWS = 50_000, 15_000  # to measure the whitening on
 LEAVES, LEAF_SIZE = 100, 64  # procedural images and their side
 DEEP_PATCH = 3  # side of a patch of the second layer
-DEEP_WEIGHT = 0.25  # of its features: more, and the ridge leans on them where the first layer knows better
+DEEP_WEIGHT = 0.25  # of its features; with more, the ridge prefers them where the first layer is better
 
 
 @features.register("patches")
@@ -38,16 +39,16 @@ class Patches(FeaturesPart):
     size: Annotated[int, Field(ge=2)] | None = None
     """D, how many features, a multiple of 2·grid²; the upload grows as D²/2. Left out: 6400, or 800 for images of up to 16 pixels."""
     patch: Annotated[int, Field(ge=2, le=16)] | None = None
-    """Side of a patch in pixels; left out: 6, or 4 for images of up to 16 pixels."""
+    """Side of a patch in pixels; default: 6, or 4 for images of up to 16 pixels."""
     grid: Annotated[int, Field(ge=1, le=8)] = 2
     """The image is pooled over grid × grid cells."""
     threshold: NotNegative = 0.25
-    """Responses below this count as none."""
+    """Responses below this are 0."""
     whitening: Positive = 0.3
-    """Added to the variance of every direction before it is divided by, as a share of the mean variance."""
+    """Regularisation: added to the variance of every direction, as a share of the mean variance."""
     layers: Literal[1, 2] = 1
     maps: Annotated[int, Field(ge=2, le=512)] = 32
-    """Entries of the dictionary whose responses the second layer looks at."""
+    """Number of dictionary entries whose responses the second layer uses."""
     source: Literal["leaves", "public"] = "leaves"
     """What the patches are cut from: procedural images, or the server's public ones (then they travel in the broadcast)."""
 
@@ -56,10 +57,11 @@ class Patches(FeaturesPart):
         return self.source == "leaves"
 
     @property
-    def needs_public(self) -> bool:
-        return self.source == "public"
+    def needs(self) -> Needs:
+        return Needs(public=self.source == "public")
 
-    def settled(self, shape: Shape) -> Patches:
+    def _size_and_patch(self, shape: Shape) -> tuple[int, int]:
+        """D and the side of a patch for images of that shape; options that do not fit it are refused."""
         small, cells = max(shape[1:]) <= 16, 2 * self.grid**2
         size, patch = self.size or (800 if small else 6400) // cells * cells, self.patch or (4 if small else 6)
         if size % cells or size // cells < self.layers:
@@ -79,18 +81,21 @@ class Patches(FeaturesPart):
                 f"sums.features.layers = 2: leaves {max(deep, 0)} windows across the map of an image of {shape[1]}×{shape[2]}, "
                 f"fewer than grid = {self.grid}; take smaller patches or one layer"
             )
+        return size, patch
+
+    def settled(self, shape: Shape) -> Patches:
+        size, patch = self._size_and_patch(shape)
         return self.model_copy(update={"size": size, "patch": patch})
 
     def size_for(self, shape: Shape) -> int:
-        size = self.settled(shape).size
-        assert size is not None
-        return size
+        return self._size_and_patch(shape)[0]
 
     def _plan(self, shape: Shape) -> tuple[int, int, int]:
         """Side of a patch, entries of the first layer's dictionary and of the second's."""
-        patch, entries = self.settled(shape).patch, self.size_for(shape) // (2 * self.grid**2)
-        assert patch is not None
-        return patch, entries - entries // 2 * (self.layers - 1), entries // 2 * (self.layers - 1)
+        size, patch = self._size_and_patch(shape)
+        entries = size // (2 * self.grid**2)
+        deep = entries // 2 * (self.layers - 1)
+        return patch, entries - deep, deep
 
     def bytes_down(self, shape: Shape) -> int:
         patch, entries, deep = self._plan(shape)
@@ -100,7 +105,6 @@ class Patches(FeaturesPart):
     def make(self, shape: Shape, seed: int, public: Tensor | None) -> Constants:
         patch, entries, deep = self._plan(shape)
         random = np.random.RandomState(derive(seed, "patches") % 2**32)
-        images: NDArray[np.float64]
         if self.source == "leaves":
             images = (dead_leaves(LEAVES, shape[0], LEAF_SIZE, derive(seed, "leaves") % 2**32) - 0.5) / 0.5
         else:
@@ -152,30 +156,30 @@ class PatchFeatures(Features):
 
     @property
     def at_once(self) -> int:
-        cores = torch.get_num_threads() * 2**20  # responses: what a core's cache holds, for each
+        cores = torch.get_num_threads() * 2**20  # responses that fit into each core's cache
         room = cores if self.filters.device.type == "cpu" else 2**27
         return max(1, room // (len(self.filters) * len(self.cells)))
 
-    def beyond(self, images: Tensor) -> Tensor:
-        """(n, entries, windows): responses, less the threshold, of either sign."""
+    def responses(self, images: Tensor) -> Tensor:
+        """(n, entries, windows): responses of either sign, soft-thresholded."""
         windows = F.unfold(images, self.patch)
         contrast = (windows.var(1, keepdim=True, correction=0) + CONTRAST).sqrt()
         return F.softshrink(self.filters @ (windows / contrast) - self.offsets[:, None], self.threshold)
 
     def forward(self, images: Tensor) -> Tensor:
-        beyond = self.beyond(images)
-        above = beyond.relu() @ self.cells
-        below = (above - beyond @ self.cells).clamp(min=0)
+        responses = self.responses(images)
+        above = responses.relu() @ self.cells
+        below = (above - responses @ self.cells).clamp(min=0)
         return torch.cat([above, below], 1).flatten(1).sqrt()
 
     def maps(self, images: Tensor) -> Tensor:
-        """(n, 2·entries, height/2, width/2): where the responses are, for a second layer to look at."""
-        beyond = self.beyond(images).unflatten(2, self.windows)
-        return F.avg_pool2d(torch.cat([beyond.relu(), (-beyond).relu()], 1), 2).sqrt()
+        """(n, 2·entries, height/2, width/2): maps of the responses, the input of a second layer."""
+        responses = self.responses(images).unflatten(2, self.windows)
+        return F.avg_pool2d(torch.cat([responses.relu(), (-responses).relu()], 1), 2).sqrt()
 
 
 class TwoLayers(Features):
-    """One layer's features, and those of a second that looks at maps of the first's responses."""
+    """One layer's features, and those of a second layer on maps of the first's responses."""
 
     def __init__(self, first: PatchFeatures, maps: PatchFeatures, second: PatchFeatures) -> None:
         super().__init__()
@@ -191,7 +195,7 @@ class TwoLayers(Features):
 
 
 def _cells(windows: int, grid: int) -> Tensor:
-    """(windows, grid): averages over equal stretches, sharing the window on a border."""
+    """(windows, grid): averages over equal ranges, which share the window on a border."""
     weights = torch.zeros(windows, grid)
     for cell in range(grid):
         low, high = cell * windows // grid, math.ceil((cell + 1) * windows / grid)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneround.config.parts import Part
 from oneround.models.encoders import Encoder, encoders
-from oneround.parts import Part
 from oneround.seeds import derive, generator
 
 
@@ -27,33 +30,59 @@ class PrototypeNet(nn.Module):
         return self.answer(self.encoder(images))
 
     def answer(self, features: Tensor) -> Tensor:
-        """Features (n, features) as they leave the encoder → logits (n, classes)"""
+        """Features (n, features) of the encoder → logits (n, classes)"""
         if self.bias is not None:
             return features @ self.prototypes.T + self.bias
         return F.normalize(features, dim=1) @ self.prototypes.T
 
     @property
     def size(self) -> int:
-        """How many numbers a message carries of it: parameters and norm statistics."""
+        """Number of values in a message: parameters and norm statistics."""
         return sum(tensor.numel() for tensor in self.state_dict().values())
 
     def weights(self) -> dict[str, Tensor]:
-        """All that a message carries of the network: a copy of parameters and norm statistics on the CPU."""
+        """A copy of parameters and norm statistics on the CPU, as a message carries them."""
         return {name: on_cpu(value) for name, value in self.state_dict().items()}
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
-    """A copy as messages and files hold it."""
+    """A contiguous copy on the CPU, for messages and files."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def build(part: Part, channels: int, classes: int, head: str = "prototypes") -> PrototypeNet:
-    """The network with its layers' own random weights."""
+    """The network with its layers' default random weights."""
     return PrototypeNet(encoders.of(part).build(channels), classes, head)
 
 
-def filled(part: Part, channels: int, classes: int, weights: dict[str, Tensor]) -> PrototypeNet:
-    """The network with weights that came in a message; no time is spent on random ones first."""
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and type of tensors, by name."""
+
+
+class NetworkLayout(NamedTuple):
+    """Shapes and types of a network's tensors, without values."""
+
+    tensors: Layout
+    """Every parameter and norm statistic."""
+    features: int
+
+    @property
+    def size(self) -> int:
+        """How many numbers a message carries of it."""
+        return sum(int(torch.Size(shape).numel()) for shape, _ in self.tensors.values())
+
+
+@lru_cache(maxsize=32)
+def network_layout(part: Part, channels: int, classes: int, head: str = "prototypes") -> NetworkLayout:
+    """The layout of the network that `build` makes."""
+    with torch.device("meta"):
+        net = build(part, channels, classes, head)
+    tensors = {name: (tuple(value.shape), value.dtype) for name, value in net.state_dict().items()}
+    return NetworkLayout(tensors, net.encoder.features)
+
+
+def network_from(part: Part, channels: int, classes: int, weights: dict[str, Tensor]) -> PrototypeNet:
+    """The network with these weights, built on the meta device, so no random weights are drawn first."""
     with torch.device("meta"):
         net = build(part, channels, classes, "linear" if "bias" in weights else "prototypes")
     net.load_state_dict(weights, assign=True)
@@ -63,7 +92,7 @@ def filled(part: Part, channels: int, classes: int, weights: dict[str, Tensor]) 
 def initialise(part: Part, channels: int, classes: int, seed: int, head: str = "prototypes") -> PrototypeNet:
     """A fresh network: the encoder by its layers' own rules, prototypes N(0, 1), a linear head's matrix within ±1/√features.
 
-    It depends on the seed alone.
+    It depends only on the seed.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "encoder"))

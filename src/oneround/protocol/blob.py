@@ -1,4 +1,4 @@
-"""One encoding for everything that is written or sent: a safetensors file with a JSON manifest in its header.
+"""One encoding for every file and message: a safetensors file with a JSON manifest in its header.
 
 The manifest names the format version, the kind of message, every tensor's shape and a SHA-256 over all tensor bytes.
 Reading checks all of it. Nothing is ever unpickled.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,26 +18,31 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from oneround.errors import ProtocolError
+from oneround.errors import ProtocolError, refused
+from oneround.files import write_durably as write_durably  # callers write the messages that they pack
+from oneround.protocol.validate import check_manifest
 
 FORMAT = 1
-MANY = 4 << 20  # bytes; fewer are hashed before threads have started
+MANY = 4 << 20  # bytes; smaller messages are hashed faster without threads
+MAX_HEADER = 100_000_000  # bytes
 Manifest = dict[str, Any]
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and the SHA-256 of each tensor's bytes (many of them side by side on all cores)."""
+    """SHA-256 over names, types, shapes and the SHA-256 of each tensor's bytes (large messages on all cores)."""
 
     def line(name: str) -> str:
         tensor = tensors[name]
-        inner = hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{inner.hexdigest()}\n"
+        digest = hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+        return f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{digest}\n"
 
     names = sorted(tensors)
     if sum(tensor.nbytes for tensor in tensors.values()) < MANY:
-        return hashlib.sha256("".join(map(line, names)).encode()).hexdigest()
-    with ThreadPoolExecutor() as pool:
-        return hashlib.sha256("".join(pool.map(line, names)).encode()).hexdigest()
+        lines = list(map(line, names))
+    else:
+        with ThreadPoolExecutor() as pool:
+            lines = list(pool.map(line, names))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def pack(kind: str, tensors: Mapping[str, Tensor], manifest: Manifest) -> bytes:
@@ -56,81 +60,82 @@ def pack(kind: str, tensors: Mapping[str, Tensor], manifest: Manifest) -> bytes:
 def unpack(
     raw: bytes, where: str, kind: str, max_bytes: int | None = None, *, known: bool = False
 ) -> tuple[Manifest, dict[str, Tensor]]:
-    """A message from bytes, or a `ProtocolError` that names `where` and the reason. `known`: its content was checked before."""
-    if max_bytes is not None and len(raw) > max_bytes:
-        raise ProtocolError(
-            f"{where}: refused, {len(raw):,} bytes is more than the {max_bytes:,} this message may have"
-        )
-    header = _header(raw, where)
+    """A message from bytes, or a `ProtocolError` with `where` and the reason. `known`: its content is checked already."""
+    _check_size(len(raw), max_bytes, where)
+    manifest = _manifest(raw, where, kind)
     try:
         tensors = safetensors.torch.load(raw)
     except Exception as error:  # the library raises several kinds on damaged input
-        raise ProtocolError(f"{where}: refused, damaged or truncated ({error})") from None
-    manifest = _manifest(header, where, kind)
+        raise refused(where, f"damaged or truncated ({error})") from None
     if manifest.get("shapes") != {name: list(tensor.shape) for name, tensor in tensors.items()}:
-        raise ProtocolError(f"{where}: refused, its tensors are not those its manifest lists")
+        raise refused(where, "its tensors are not those its manifest lists")
     if known:
         return manifest, tensors
     if manifest.get("sha256") != checksum(tensors):
-        raise ProtocolError(f"{where}: refused, its content does not match its checksum")
+        raise refused(where, "its content does not match its checksum")
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ProtocolError(f"{where}: refused, {name} holds values that are not finite")
+            raise refused(where, f"{name} holds values that are not finite")
     return manifest, tensors
 
 
-def _header(raw: bytes, where: str) -> dict[str, Any]:
-    """The safetensors header, with plain words for what people hand in by mistake."""
+def _check_size(size: int, max_bytes: int | None, where: str) -> None:
+    if max_bytes is not None and size > max_bytes:
+        raise refused(where, f"{size:,} bytes is more than the {max_bytes:,} this message may have")
+
+
+def _manifest(raw: bytes, where: str, kind: str) -> Manifest:
+    """The manifest in the header of a safetensors file, with clear errors for files of other formats."""
     if len(raw) < 8:
-        raise ProtocolError(f"{where}: refused, {len(raw)} bytes is too short for a safetensors file")
+        raise refused(where, f"{len(raw)} bytes is too short for a safetensors file")
     length = int.from_bytes(raw[:8], "little")
     try:
-        if length > min(len(raw) - 8, 100_000_000):
+        if length > min(len(raw) - 8, MAX_HEADER):
             raise ValueError
         header = json.loads(raw[8 : 8 + length])
+    except RecursionError:
+        raise refused(where, "its header is nested too deep") from None
     except ValueError:
         foreign = "a pickle or zip file" if raw[:1] == b"\x80" or raw[:2] == b"PK" else "truncated or foreign"
-        raise ProtocolError(f"{where}: refused, {foreign}; only safetensors files are read") from None
-    return header if isinstance(header, dict) else {}
-
-
-def _manifest(header: dict[str, Any], where: str, kind: str) -> Manifest:
+        raise refused(where, f"{foreign}; only safetensors files are read") from None
     try:
-        manifest = json.loads(header["__metadata__"]["oneround"])
+        manifest: Manifest = json.loads(header["__metadata__"]["oneround"])
+    except RecursionError:
+        raise refused(where, "damaged manifest (nested too deep)") from None
     except (KeyError, TypeError, ValueError):
-        raise ProtocolError(f"{where}: refused, a safetensors file but not written by oneround (no manifest)") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        version = manifest.get("format") if isinstance(manifest, dict) else None
-        raise ProtocolError(f"{where}: refused, format {version}; this version reads format {FORMAT}")
+        raise refused(where, "a safetensors file but not written by oneround (no manifest)") from None
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if version != FORMAT:
+        raise refused(where, f"format {version}; this version reads format {FORMAT}")
     if manifest.get("kind") != kind:
-        raise ProtocolError(f"{where}: refused, of the kind {manifest.get('kind')}, expected {kind}")
+        raise refused(where, f"of the kind {manifest.get('kind')}, expected {kind}")
+    check_manifest(manifest, kind, where)
     return manifest
 
 
 def read(path: Path, kind: str, max_bytes: int | None = None) -> tuple[Manifest, dict[str, Tensor]]:
-    """A message from a file; its size is checked before it is read, its content when this process reads it first."""
+    """A message from a file. Its size is checked before reading, its content the first time this process reads it."""
     try:
         stat = path.stat()
-        size, stamp = stat.st_size, (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_size)
-        if max_bytes is not None and size > max_bytes:
-            raise ProtocolError(f"{path}: refused, {size:,} bytes is more than the {max_bytes:,} this message may have")
+        _check_size(stat.st_size, max_bytes, str(path))
         raw = path.read_bytes()
     except OSError as error:
         raise ProtocolError(f"{path}: cannot be read ({error.strerror})") from None
-    found = unpack(raw, str(path), kind, max_bytes, known=_checked.get((path, kind)) == stamp)
+    version = stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_size
+    message = unpack(raw, str(path), kind, max_bytes, known=_checked.get((path, kind)) == version)
     if len(_checked) >= MOST_CHECKED:
         _checked.clear()
-    _checked[path, kind] = stamp
-    return found
+    _checked[path, kind] = version
+    return message
 
 
 MOST_CHECKED = 10_000
 _checked: dict[tuple[Path, str], tuple[int, ...]] = {}
-"""Files whose content this process has compared with its checksum, as they were then."""
+"""Files whose content this process has verified, with their stat at that time."""
 
 
 def is_whole(path: Path, kind: str) -> bool:
-    """Whether a file holds such a message, undamaged."""
+    """Whether a file holds an undamaged message of this kind."""
     try:
         read(path, kind)
     except ProtocolError:
@@ -143,30 +148,7 @@ def peek(path: Path, kind: str) -> Manifest:
     try:
         with path.open("rb") as file:
             start = file.read(8)
-            length = int.from_bytes(start, "little")
-            raw = start + file.read(min(length, 100_000_000))
+            header = file.read(min(int.from_bytes(start, "little"), MAX_HEADER))
     except OSError as error:
         raise ProtocolError(f"{path}: cannot be read ({error.strerror})") from None
-    return _manifest(_header(raw, str(path)), str(path), kind)
-
-
-def write_durably(path: Path, raw: bytes, *, flush: bool = True) -> None:
-    """All or nothing: a temporary file, flushed to disk, renamed into place.
-
-    Without `flush` it survives the death of the program but not that of the machine; what is damaged then shows when read.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(raw)
-            if flush:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:  # a full disk does not say where, and nobody knows the temporary file
-        if error.errno is not None:
-            error.filename = str(path)
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
+    return _manifest(start + header, str(path), kind)

@@ -1,25 +1,26 @@
-"""Smaller uploads: half precision, or a byte a number with a scale per channel. Encoded when packed, decoded when read.
+"""Smaller uploads: half precision, or int8 with a scale per channel. Encoded when packed, decoded when read.
 
 int8, for tensors of two or more dimensions (others are few, and batch-norm statistics span orders of magnitude):
     s_c = max |w_c| / 127 over everything in channel c (the first dimension),  q = round(w / s_c),  w' = q · s_c
-s_c is rounded up to 16 significant bits, so that q · s_c is exact in float32: what was decoded encodes to the same bytes.
+s_c is rounded up to 16 significant bits, so that q · s_c is exact in float32: decoded tensors encode to the same bytes.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from oneround.errors import ProtocolError
+from oneround.models.prototype import Layout
 
 SCALE = "scale."
 Tensors = dict[str, Tensor]
-Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and type of every tensor."""
 
 
 def encode(tensors: Tensors, encoding: str) -> Tensors:
-    """As they travel."""
+    """Encode tensors for an upload."""
     if encoding == "fp32":
         return tensors
     sent: Tensors = {}
@@ -42,19 +43,18 @@ def encode(tensors: Tensors, encoding: str) -> Tensors:
 
 
 def decode(tensors: Tensors, encoding: str) -> Tensors:
-    """As they were, in float32."""
+    """Decode an upload's tensors to float32."""
     if encoding == "int8":
-        scales = {name.removeprefix(SCALE): value for name, value in tensors.items() if name.startswith(SCALE)}
-        plain = {name: value for name, value in tensors.items() if not name.startswith(SCALE)}
         return {
-            name: value.float() * _along(scales[name], value) if name in scales else value
-            for name, value in plain.items()
+            name: value.float() * _along(tensors[SCALE + name], value) if SCALE + name in tensors else value
+            for name, value in tensors.items()
+            if not name.startswith(SCALE)
         }
     return {name: value.float() if value.dtype == torch.float16 else value for name, value in tensors.items()}
 
 
 def as_received(tensors: Tensors, encoding: str) -> Tensors:
-    """What the other end will make of them."""
+    """The tensors as the receiver decodes them."""
     return decode(encode(tensors, encoding), encoding)
 
 
@@ -70,10 +70,10 @@ def _along(scale: Tensor, tensor: Tensor) -> Tensor:
     return scale.reshape(-1, *[1] * (tensor.dim() - 1))
 
 
-def as_sent(meant: Layout, encoding: str) -> Layout:
-    """Shapes and types of what travels, from those of what is meant."""
+def as_sent(decoded: Layout, encoding: str) -> Layout:
+    """Shapes and types of the encoded tensors, from those of the decoded ones."""
     sent: Layout = {}
-    for name, (shape, dtype) in meant.items():
+    for name, (shape, dtype) in decoded.items():
         if dtype.is_floating_point and encoding == "fp16":
             dtype = torch.float16
         elif dtype.is_floating_point and encoding == "int8" and len(shape) > 1:
@@ -84,8 +84,10 @@ def as_sent(meant: Layout, encoding: str) -> Layout:
 
 
 def layout_of(tensors: Tensors) -> Layout:
+    """Shapes and types of tensors."""
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
 def bytes_of(layout: Layout) -> int:
-    return sum(int(torch.Size(shape).numel()) * dtype.itemsize for shape, dtype in layout.values())
+    """Bytes of tensors of that layout."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())

@@ -1,35 +1,37 @@
-"""Broadcast goes down, Upload comes up."""
+"""Messages: Broadcast from the server to the sites, Upload from a site to the server."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from oneround.errors import ProtocolError
+from oneround.config.load import parse_federated
+from oneround.config.recipe import Federated, digest_of
+from oneround.errors import ProtocolError, refused
 from oneround.models.features import features
+from oneround.models.prototype import Layout
 from oneround.protocol import blob
-from oneround.protocol.claims import check_masks, check_sums, counts_of
-from oneround.protocol.encoding import as_sent, decode, encode, layout_of
-from oneround.reading import parse_federated
-from oneround.recipe import Federated
+from oneround.protocol.encoding import as_sent, bytes_of, decode, encode, layout_of
+from oneround.protocol.validate import check_history, check_masks, check_sums, check_weights, counts_of
 from oneround.sums import expected
-from oneround.sums.moments import Expected
 
 History = list[dict[str, Any]]
-SLACK = 16 * 2**20  # what an upload may have beside its weights and statistics: manifest, history, header
+SLACK = 16 * 2**20  # bytes for an upload's manifest, history and header, beside its tensors
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """What the server sends every site before training: the federated half of the recipe and where to start."""
+    """Server to sites, before training: the federated half of the recipe and the initial weights."""
 
     recipe: Federated
     class_names: tuple[str, ...]
@@ -38,33 +40,42 @@ class Broadcast:
     weights: dict[str, Tensor]
     """The network's initial parameters and norm statistics, prototypes among them; empty where no network is trained."""
     extras: dict[str, Tensor] = field(default_factory=dict)
-    """What else the recipe's parts need at every site: `anchors`, `bank.features`, `bank.labels`, `features.*`."""
+    """Further tensors that the recipe's parts need at every site: `anchors`, `bank.features`, `bank.labels`, `features.*`."""
     round: int = 1
-    """Which exchange it begins."""
+    """Number of the round it begins, from 1."""
     roster: dict[str, str] = field(default_factory=dict)
-    """Where sums travel under masks: whose masks cancel together, each with its public key (none in a simulation)."""
+    """For masked sums: the clients whose masks cancel together, each with its public key (empty in a simulation)."""
+    digest: str = ""
+    """SHA-256 of the recipe's federated half as first written; every upload must carry it.
+
+    It is stored and never recomputed, so that keys added to recipes by later versions invalidate no upload.
+    """
+
+    def __post_init__(self) -> None:
+        if not self.digest:
+            object.__setattr__(self, "digest", self.recipe.digest)
 
     @property
     def first_epoch(self) -> int:
-        """How many local epochs of the whole training are over when this round begins."""
+        """Number of local epochs completed when this round begins."""
         return (self.round - 1) * self.recipe.training.epochs
 
     @property
     def last_epoch(self) -> int:
-        """How many are over when it ends."""
+        """Number of local epochs completed when this round ends."""
         return self.round * self.recipe.training.epochs
 
     @property
     def classes(self) -> int:
         return len(self.class_names)
 
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the recipe's federated half; every upload must carry it."""
-        return self.recipe.digest
+    @property
+    def parameters(self) -> int:
+        """Number of values in the network; 0 where none is trained."""
+        return sum(tensor.numel() for tensor in self.weights.values())
 
     @cached_property
-    def sums(self) -> Expected:
+    def sums(self) -> Layout:
         """Names, shapes and types of the sums every upload must carry."""
         if self.recipe.sums is None:
             return {}
@@ -72,71 +83,79 @@ class Broadcast:
 
     @cached_property
     def context(self) -> str:
-        """SHA-256 of the whole message, for masks that are made for this one and no other."""
+        """SHA-256 of the whole message; masks are bound to it."""
         return hashlib.sha256(self.pack()).hexdigest()
 
-    @property
-    def size(self) -> int:
-        """Bytes of its tensors."""
-        return size_of(self.weights) + size_of(self.extras)
-
     def pack(self) -> bytes:
-        said = {"class_names": list(self.class_names), "shape": list(self.shape), "round": self.round}
-        manifest = {"recipe": self.recipe.plain(), **said, "roster": sorted(self.roster.items())}
-        return blob.pack("broadcast", _prefixed(weights=self.weights, extras=self.extras), manifest)
+        manifest = {
+            "recipe": self.recipe.plain(),
+            "recipe_digest": self.digest,
+            "class_names": list(self.class_names),
+            "shape": list(self.shape),
+            "round": self.round,
+            "roster": sorted(self.roster.items()),
+        }
+        return blob.pack("broadcast", prefixed(weights=self.weights, extras=self.extras), manifest)
 
     @staticmethod
     def unpack(raw: bytes, where: str = "broadcast") -> Broadcast:
-        return Broadcast._from(*blob.unpack(raw, where, "broadcast"), where)
+        return Broadcast._from(*blob.unpack(raw, where, "broadcast"), where)._read_from(raw)
 
-    def write(self, path: Path) -> None:
-        blob.write_durably(path, self.pack())
+    def write(self, path: str | PathLike[str]) -> None:
+        blob.write_durably(Path(path), self.pack())
 
     @staticmethod
-    def read(path: Path) -> Broadcast:
-        return Broadcast._from(*blob.read(path, "broadcast"), str(path))
+    def read(path: str | PathLike[str]) -> Broadcast:
+        broadcast = Broadcast._from(*blob.read(Path(path), "broadcast"), str(path))
+        return broadcast._read_from(Path(path).read_bytes()) if broadcast.recipe.secure else broadcast
+
+    def _read_from(self, raw: bytes) -> Broadcast:
+        """Set the context from the received bytes, whichever version wrote them."""
+        self.__dict__["context"] = hashlib.sha256(raw).hexdigest()
+        return self
 
     @staticmethod
     def _from(manifest: blob.Manifest, tensors: dict[str, Tensor], where: str) -> Broadcast:
         try:
-            channels, height, width = manifest["shape"]
-            recipe, names = parse_federated(manifest["recipe"]), tuple(manifest["class_names"])
-            number, roster = int(manifest["round"]), [(str(name), str(key)) for name, key in manifest.get("roster", [])]
+            recipe, number, roster = parse_federated(manifest["recipe"]), manifest["round"], manifest.get("roster", [])
             if not 1 <= number <= recipe.rounds:
                 raise ValueError(f"round {number} of {recipe.rounds}")
             if len(dict(roster)) != len(roster):
                 raise ValueError("a name stands twice in the roster")
+            digest = manifest.get("recipe_digest") or digest_of(manifest["recipe"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ProtocolError(f"{where}: refused, damaged manifest ({error!r})") from None
-        parts = _parted(tensors, "weights", "extras")
-        return Broadcast(recipe, names, (channels, height, width), **parts, round=number, roster=dict(roster))
+            raise refused(where, f"damaged manifest ({error!r})") from None
+        channels, height, width = manifest["shape"]
+        names, shape = tuple(manifest["class_names"]), (channels, height, width)
+        parts = parted(tensors, "weights", "extras")
+        return Broadcast(recipe, names, shape, **parts, round=number, roster=dict(roster), digest=digest)
 
 
 @dataclass(frozen=True)
 class Upload:
-    """What a site sends back: its network, its sums, how much data it stands for, the statistics fusion rules asked for."""
+    """Site to server: its network, its sums, its class counts and the statistics that fusion rules require."""
 
     client: str
     recipe_digest: str
     epoch: int
-    """After how many local epochs of the whole training; less than the round's for a snapshot."""
+    """Number of local epochs completed; a snapshot has fewer than the round."""
     class_counts: Tensor
-    """(classes,) int64: samples the client holds of each class; empty where they are under masks."""
+    """(classes,) int64: the client's samples of each class; empty where sums are masked."""
     weights: dict[str, Tensor]
     """Empty where no network is trained."""
     statistics: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Sums of fixed features over its images, as `sums.packed` packs them; empty where the recipe asks for none."""
     history: History = field(default_factory=list)
-    """What training measured, an entry an epoch."""
+    """Training metrics, one entry per epoch."""
     stopped: str = ""
-    """Why training ended before its time, if it did."""
+    """Why training stopped early; empty if it did not."""
     encoding: str = "fp32"
-    """How its tensors travel; here they are as decoded."""
+    """Encoding of its tensors in a message; here they are decoded."""
     roster: tuple[str, ...] = ()
-    """Where its sums are under masks: all whose masks cancel together, and"""
+    """For masked sums: all clients whose masks cancel together."""
     context: str = ""
-    """for which broadcast they are."""
+    """For masked sums: the context of the broadcast they answer."""
 
     @property
     def samples(self) -> int:
@@ -144,24 +163,24 @@ class Upload:
 
     @property
     def size(self) -> int:
-        """Bytes of its tensors as they travel."""
+        """Bytes of its encoded tensors."""
         return size_of(self._tensors())
 
     @property
     def content(self) -> str:
-        """SHA-256 of what was learned: the tensors and whose they are, not times or paths."""
+        """SHA-256 of the tensors, the client and the counts, without times or paths."""
         tensors = blob.checksum(self._tensors())
         return _content(self.client, self.recipe_digest, self.epoch, self.class_counts.tolist(), tensors)
 
     @staticmethod
-    def content_of(path: Path) -> str:
-        """The same, from what an upload file says of itself; for one whose tensors have been checked before."""
-        manifest = blob.peek(path, "upload")
+    def content_of(path: str | PathLike[str]) -> str:
+        """The same, from an upload file's manifest alone; for a file whose tensors have been checked already."""
+        manifest = blob.peek(Path(path), "upload")
         return _content(*(manifest[key] for key in ("client", "recipe_digest", "epoch", "class_counts", "sha256")))
 
     def _tensors(self) -> dict[str, Tensor]:
-        coded = encode(_prefixed(weights=self.weights, statistics=self.statistics), self.encoding)
-        return coded | _prefixed(sums=self.sums)  # which have a precision of their own
+        coded = encode(prefixed(weights=self.weights, statistics=self.statistics), self.encoding)
+        return coded | prefixed(sums=self.sums)  # sums have a precision of their own
 
     def pack(self) -> bytes:
         manifest = {
@@ -176,93 +195,97 @@ class Upload:
             manifest |= {"roster": list(self.roster), "context": self.context}
         return blob.pack("upload", self._tensors(), manifest)
 
-    def write(self, path: Path, *, flush: bool = True) -> None:
-        blob.write_durably(path, self.pack(), flush=flush)
+    def write(self, path: str | PathLike[str], *, flush: bool = True) -> None:
+        blob.write_durably(Path(path), self.pack(), flush=flush)
 
     @staticmethod
     def unpack(raw: bytes, broadcast: Broadcast, statistics: Shapes, where: str = "upload") -> Upload:
-        """An upload that answers this broadcast and carries exactly the statistics asked for, or a `ProtocolError`."""
+        """An upload that answers this broadcast with exactly the required statistics, or a `ProtocolError`."""
         manifest, tensors = blob.unpack(raw, where, "upload", max_upload_bytes(broadcast, statistics))
         return Upload._from(manifest, tensors, broadcast, statistics, where)
 
     @staticmethod
-    def read(path: Path, broadcast: Broadcast, statistics: Shapes) -> Upload:
-        manifest, tensors = blob.read(path, "upload", max_upload_bytes(broadcast, statistics))
+    def read(path: str | PathLike[str], broadcast: Broadcast, statistics: Shapes) -> Upload:
+        manifest, tensors = blob.read(Path(path), "upload", max_upload_bytes(broadcast, statistics))
         return Upload._from(manifest, tensors, broadcast, statistics, str(path))
 
     @staticmethod
-    def epoch_of(path: Path) -> int | None:
-        """The epoch of an upload file, or None if there is no whole one; all of it is read and checked."""
+    def epoch_of(path: str | PathLike[str]) -> int | None:
+        """The epoch of an upload file, or None if it is missing or damaged; the whole file is read and checked."""
         try:
-            return int(blob.read(path, "upload")[0]["epoch"])
-        except (ProtocolError, KeyError, TypeError, ValueError):
+            return int(blob.read(Path(path), "upload")[0]["epoch"])
+        except ProtocolError:
             return None
 
     @staticmethod
     def _from(
         manifest: blob.Manifest, tensors: dict[str, Tensor], broadcast: Broadcast, statistics: Shapes, where: str
     ) -> Upload:
-        if manifest.get("recipe_digest") != broadcast.digest:
-            raise ProtocolError(
-                f"{where}: refused, it answers another recipe ({str(manifest.get('recipe_digest'))[:12]}…, expected {broadcast.digest[:12]}…)"
+        if manifest["recipe_digest"] != broadcast.digest:
+            raise refused(
+                where,
+                f"it answers another recipe ({manifest['recipe_digest'][:12]}…, expected {broadcast.digest[:12]}…)",
             )
         tensors = _decoded(tensors, broadcast, statistics, where)
         masked = broadcast.recipe.secure
         counts = [] if masked else counts_of(manifest, tensors.get("sums.counts"), broadcast, where)
-        parts = _parted(tensors, "weights", "statistics", "sums")
+        parts = parted(tensors, "weights", "statistics", "sums")
+        check_weights(parts["weights"], where)
         if parts["sums"] and not masked:
             check_sums(parts["sums"], where)
-        epoch, client = manifest.get("epoch"), manifest.get("client")
+        epoch, client = manifest["epoch"], manifest["client"]
         first, last = broadcast.first_epoch, broadcast.last_epoch
-        if type(epoch) is not int or not first <= epoch <= last or not isinstance(client, str):
-            raise ProtocolError(
-                f"{where}: refused, client {client!r} at epoch {epoch!r}; expected a name and {first} to {last}"
-            )
+        if not first <= epoch <= last:
+            raise refused(where, f"{client} at epoch {epoch}; expected {first} to {last}")
         if masked:
             check_masks(manifest, client, broadcast, where)
-        history = manifest.get("history")
+        check_history(manifest["history"], broadcast, where)
         return Upload(
-            client, broadcast.digest, epoch, torch.tensor(counts, dtype=torch.int64), **parts,
-            history=history if isinstance(history, list) else [], stopped=str(manifest.get("stopped", "")),
+            client,
+            broadcast.digest,
+            epoch,
+            torch.tensor(counts, dtype=torch.int64),
+            **parts,
+            history=manifest["history"],
+            stopped=manifest.get("stopped", ""),
             encoding=broadcast.recipe.upload.encoding,
-            roster=tuple(sorted(broadcast.roster)), context=broadcast.context if masked else "",
-        )  # fmt: skip
+            roster=tuple(sorted(broadcast.roster)),
+            context=broadcast.context if masked else "",
+        )
 
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-def _content(*said: object) -> str:
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+def _content(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _decoded(tensors: dict[str, Tensor], broadcast: Broadcast, statistics: Shapes, where: str) -> dict[str, Tensor]:
-    """An upload's tensors, which must be the ones this broadcast asks for, as it asks for them."""
-    meant = {f"weights.{name}": value for name, value in layout_of(broadcast.weights).items()}
-    meant |= {f"statistics.{name}": (shape, torch.float32) for name, shape in statistics.items()}
+    """An upload's decoded tensors; names, shapes and types must be those this broadcast requires."""
+    decoded_layout = {f"weights.{name}": value for name, value in layout_of(broadcast.weights).items()}
+    decoded_layout |= {f"statistics.{name}": (shape, torch.float32) for name, shape in statistics.items()}
     encoding = broadcast.recipe.upload.encoding
-    sums = {f"sums.{name}": asked for name, asked in broadcast.sums.items()}
-    expected, got = as_sent(meant, encoding) | sums, layout_of(tensors)
+    sums = {f"sums.{name}": layout for name, layout in broadcast.sums.items()}
+    expected, got = as_sent(decoded_layout, encoding) | sums, layout_of(tensors)
     for name in sorted(expected.keys() | got.keys()):
         if name not in got or name not in expected:
-            raise ProtocolError(
-                f"{where}: refused, tensor {name} is {'missing' if name in expected else 'not asked for'}"
-            )
+            raise refused(where, f"tensor {name} is {'missing' if name in expected else 'not asked for'}")
         if got[name] != expected[name]:
-            (shape, dtype), wanted = got[name], expected[name]
-            raise ProtocolError(f"{where}: refused, {name} is {dtype} {shape}, expected {wanted[1]} {wanted[0]}")
+            (shape, dtype), (expected_shape, expected_dtype) = got[name], expected[name]
+            raise refused(where, f"{name} is {dtype} {shape}, expected {expected_dtype} {expected_shape}")
     decoded = decode({name: value for name, value in tensors.items() if name not in sums}, encoding)
     for name, tensor in decoded.items() if encoding != "fp32" else ():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ProtocolError(f"{where}: refused, {name} holds values that are not finite once decoded")
+            raise refused(where, f"{name} holds values that are not finite once decoded")
     return decoded | {name: tensors[name] for name in sums}
 
 
 def check_norms(upload: Upload, broadcast: Broadcast, where: str) -> None:
-    """Refuse a tensor far larger than where everybody started: `upload.largest_norm` times the broadcast's norm.
+    """Refuse a tensor whose norm exceeds `upload.largest_norm` times the broadcast's.
 
-    A tensor that starts near zero (a bias, a running mean) may come to that many times one per entry. A running variance is a
-    square, so its bound is one too.
+    A tensor that starts near zero (a bias, a running mean) is compared with ones. A running variance is a square, so its
+    factor is squared.
     """
     factor = broadcast.recipe.upload.largest_norm
     for name, start in broadcast.weights.items():
@@ -271,52 +294,49 @@ def check_norms(upload: Upload, broadcast: Broadcast, where: str) -> None:
         norm, floor = float(upload.weights[name].double().norm()), start.numel() ** 0.5
         bound = factor ** (2 if name.endswith("running_var") else 1) * max(float(start.double().norm()), floor)
         if norm > bound:
-            raise ProtocolError(
-                f"{where}: refused, {name} has norm {norm:.3g}, more than {bound:.3g} (upload.largest_norm = {factor:g})"
+            raise refused(
+                where, f"{name} has norm {norm:.3g}, more than {bound:.3g} (upload.largest_norm = {factor:g})"
             )
 
 
 def size_of(tensors: dict[str, Tensor]) -> int:
     """Bytes."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _prefixed(**parts: dict[str, Tensor]) -> dict[str, Tensor]:
+def prefixed(**parts: dict[str, Tensor]) -> dict[str, Tensor]:
     """Several dictionaries in one: `weights.prototypes`, `extras.anchors`, …"""
     return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
 
-def _parted(tensors: dict[str, Tensor], *parts: str) -> dict[str, dict[str, Tensor]]:
-    """The reverse."""
-    return {
-        part: {name.removeprefix(f"{part}."): value for name, value in tensors.items() if name.startswith(f"{part}.")}
-        for part in parts
-    }
+def parted(tensors: dict[str, Tensor], *parts: str) -> dict[str, dict[str, Tensor]]:
+    """The reverse of `prefixed`."""
+    return {part: part_of(tensors, part) for part in parts}
+
+
+def part_of(tensors: dict[str, Tensor], part: str) -> dict[str, Tensor]:
+    """One of the dictionaries that `prefixed` combined."""
+    return {name.removeprefix(f"{part}."): value for name, value in tensors.items() if name.startswith(f"{part}.")}
 
 
 def max_upload_bytes(broadcast: Broadcast, statistics: Shapes) -> int:
-    """The most an upload to this broadcast may measure."""
-    asked = sum(4 * int(torch.Size(shape).numel()) for shape in statistics.values())
-    return size_of(broadcast.weights) + asked + sums_bytes(broadcast.sums) + SLACK
-
-
-def sums_bytes(sums: Expected) -> int:
-    """Bytes of the sums in an upload."""
-    return sum(dtype.itemsize * int(torch.Size(shape).numel()) for shape, dtype in sums.values())
+    """The maximum size of an upload to this broadcast."""
+    statistics_bytes = sum(4 * math.prod(shape) for shape in statistics.values())
+    return size_of(broadcast.weights) + statistics_bytes + bytes_of(broadcast.sums) + SLACK
 
 
 class UploadFolder(Sequence[Upload]):
-    """Uploads on disk, read and checked one at a time when they are looked at; nothing is kept in memory."""
+    """Uploads on disk, read and checked one at a time on access; nothing is kept in memory."""
 
-    def __init__(self, paths: Sequence[Path], broadcast: Broadcast, statistics: Shapes) -> None:
-        self.paths, self.broadcast, self.statistics = list(paths), broadcast, statistics
+    def __init__(self, paths: Iterable[str | PathLike[str]], broadcast: Broadcast, statistics: Shapes) -> None:
+        self.paths, self.broadcast, self.statistics = [Path(path) for path in paths], broadcast, statistics
 
     def __len__(self) -> int:
         return len(self.paths)
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What is in it, as the files say: the same for the same uploads."""
+        """Checksums of the uploads, from their manifests; equal for equal uploads."""
         return tuple(str(blob.peek(path, "upload")["sha256"]) for path in self.paths)
 
     @overload
@@ -335,10 +355,9 @@ class UploadFolder(Sequence[Upload]):
             yield self._read(path)
 
     def _read(self, path: Path) -> Upload:
-        """An upload that lies under its client's name: a copy under another one would count twice."""
+        """Read an upload whose file has its client's name: a copy under another name would count twice."""
         upload = Upload.read(path, self.broadcast, self.statistics)
         if upload.client != path.stem:
-            raise ProtocolError(
-                f"{path}: refused, it is the upload of {upload.client}; give it that name, {upload.client}{path.suffix}, or leave it out"
-            )
+            name = f"{upload.client}{path.suffix}"
+            raise refused(str(path), f"it is the upload of {upload.client}; give it that name, {name}, or leave it out")
         return upload

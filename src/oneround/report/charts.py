@@ -42,9 +42,9 @@ def line_chart(
     log: bool = False,
     bounds: tuple[float, float] | None = None,
     level: float | None = None,
-    shown: Callable[[object], str] = number,
+    format_value: Callable[[object], str] = number,
 ) -> Html:
-    """Lines over epochs. `level` draws a horizontal line of reference; `shown` words a value in the legend and table."""
+    """Lines over epochs. `level` draws a horizontal line of reference; `format_value` formats a value of the legend and table."""
     xs = sorted({x for each in series for x in (each.low or {}).keys() | each.values.keys()})
     ys = [y for each in series for y in _heights(each)]
     across = scale_for([], LEFT, WIDTH - RIGHT, bounds=_wide(xs))
@@ -54,13 +54,13 @@ def line_chart(
         parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=up(level), y2=up(level), class_="level"))
     parts += [_band(each, across, up, style) for style, each in enumerate(series) if each.low is not None]
     parts += [_line(each, across, up, style) for style, each in enumerate(series) if not each.faint]
-    told = f"Line chart of {y_label}{' on a logarithmic axis' if log else ''} against {x_label}. "
-    told += " ".join(_in_words(each, up, shown) for each in series[:12])
-    rows = [[str(x), *(cell for each in series for cell in _cells(each, x, shown))] for x in xs]
+    description = f"Line chart of {y_label}{' on a logarithmic axis' if log else ''} against {x_label}. "
+    description += " ".join(_in_words(each, up, format_value) for each in series[:12])
+    rows = [[str(x), *(cell for each in series for cell in _cells(each, x, format_value))] for x in xs]
     heads = [x_label, *(head for each in series for head in _heads(each))]
     lost = _lost(series, up)
-    legend = tag("ul", *(_key(each, style, up, shown) for style, each in enumerate(series)), class_="legend")
-    return figure(title, told, together(parts), HEIGHT, together([legend, lost]), table(heads, rows, title))
+    legend = tag("ul", *(_key(each, style, up, format_value) for style, each in enumerate(series)), class_="legend")
+    return figure(title, description, together(parts), HEIGHT, together([legend, lost]), table(heads, rows, title))
 
 
 def _wide(xs: Sequence[int]) -> tuple[float, float]:
@@ -119,7 +119,7 @@ def _line(series: Series, across: Scale, up: Scale, style: int) -> Html:
             tag("path", d=drawn, class_=f"line {colour}", stroke_dasharray=dash),
             tag("path", d="".join(_marker(style, *point) for point in marked), class_=f"mark {colour}"),
         ]
-    )  # fmt: skip
+    )
 
 
 def _path(points: Iterable[Point]) -> str:
@@ -139,7 +139,7 @@ def _marker(style: int, x: float, y: float) -> str:
     return shapes[style % len(shapes)]
 
 
-def _key(series: Series, style: int, up: Scale, shown: Callable[[object], str]) -> Html:
+def _key(series: Series, style: int, up: Scale, format_value: Callable[[object], str]) -> Html:
     """A line of the legend: the stroke, the name, and where it ends."""
     colour, points = f"c{style % COLOURS}", series.points(up)
     if series.faint:
@@ -153,21 +153,21 @@ def _key(series: Series, style: int, up: Scale, shown: Callable[[object], str]) 
             ]
         )
     swatch = tag("svg", stroke, viewBox="0 0 30 14", width="30", height="14", aria_hidden="true")
-    last = tag("b", shown(points[-1][1])) if points and not series.faint else Html("")
+    last = tag("b", format_value(points[-1][1])) if points and not series.faint else Html("")
     return tag("li", swatch, tag("span", series.name), last)
 
 
-def _in_words(series: Series, up: Scale, shown: Callable[[object], str]) -> str:
+def _in_words(series: Series, up: Scale, format_value: Callable[[object], str]) -> str:
     points = series.points(up)
     if not points:
         return f"{series.name}: nothing to draw."
     (first, start), (last, end) = points[0], points[-1]
     if first == last:
-        return f"{series.name}: {shown(start)} at {first}."
+        return f"{series.name}: {format_value(start)} at {first}."
     values = [y for _, y in points]
     return (
-        f"{series.name}: {shown(start)} at {first}, {shown(end)} at {last}, between {shown(min(values))} and "
-        f"{shown(max(values))}."
+        f"{series.name}: {format_value(start)} at {first}, {format_value(end)} at {last}, between {format_value(min(values))} and "
+        f"{format_value(max(values))}."
     )
 
 
@@ -177,21 +177,21 @@ def _heads(series: Series) -> list[str]:
     return [series.name, *(["95 % low", "95 % high"] if series.low is not None else [])]
 
 
-def _cells(series: Series, x: int, shown: Callable[[object], str]) -> list[str]:
-    band = [] if series.low is None else [shown(series.low.get(x)), shown((series.high or {}).get(x))]
-    return band if series.faint else [shown(series.values.get(x)), *band]
+def _cells(series: Series, x: int, format_value: Callable[[object], str]) -> list[str]:
+    band = [] if series.low is None else [format_value(series.low.get(x)), format_value((series.high or {}).get(x))]
+    return band if series.faint else [format_value(series.values.get(x)), *band]
 
 
 def _lost(series: Sequence[Series], up: Scale) -> Html:
-    """Says what a chart could not draw."""
+    """A remark on values that the chart cannot draw."""
     gone = [y for each in series for y in each.values.values() if y is not None and not up.takes(y)]
     none = sum(math.isfinite(y) for y in gone)
-    told = []
+    texts = []
     if none:
-        told.append(f"{none} value{'s' * (none > 1)} of 0 or less: no place on a log axis.")
+        texts.append(f"{none} value{'s' * (none > 1)} of 0 or less: not on a log axis.")
     if len(gone) > none:
-        told.append(f"{len(gone) - none} value{'s' * (len(gone) - none > 1)} not finite: not drawn.")
-    return tag("p", " ".join(told), class_="aside") if told else Html("")
+        texts.append(f"{len(gone) - none} value{'s' * (len(gone) - none > 1)} not finite: not drawn.")
+    return tag("p", " ".join(texts), class_="aside") if texts else Html("")
 
 
 # --- bars ------------------------------------------------------------------------------------------------------------
@@ -226,11 +226,11 @@ def bar_chart(title: str, bars: Sequence[Bar], label: str, *, most: float | None
     for at, bar in enumerate(bars):
         parts.append(_bar(bar, across, 6 + at * tall))
     parts.append(tag("text", label, x=(left + right) / 2, y=height - 6, class_="middle label"))
-    told = f"Bar chart of {label}. " + " ".join(f"{bar.name}: {_end(bar)}." for bar in bars)
+    description = f"Bar chart of {label}. " + " ".join(f"{bar.name}: {_end(bar)}." for bar in bars)
     spread = any(bar.dots for bar in bars)
     heads = ["", label, *(["each partition"] if spread else [])]
     rows = [[bar.name, _end(bar), *([" ".join(map(number, bar.dots))] if spread else [])] for bar in bars]
-    return figure(title, told, together(parts), height, Html(""), table(heads, rows, title, words=(2,)))
+    return figure(title, description, together(parts), height, Html(""), table(heads, rows, title, text_columns=(2,)))
 
 
 def _reach(bar: Bar) -> list[float]:
@@ -243,19 +243,19 @@ def _end(bar: Bar) -> str:
 
 
 def _bar(bar: Bar, across: Scale, y: float) -> Html:
-    def place(value: float) -> float:
+    def clamped(value: float) -> float:
         return across(min(max(value, across.low), across.high))
 
-    start, length, middle = min(place(0), place(bar.value)), abs(place(bar.value) - place(0)), y + 8
+    start, length, middle = min(clamped(0), clamped(bar.value)), abs(clamped(bar.value) - clamped(0)), y + 8
     parts = [
         tag("text", cut(bar.name, 24), x=across.start - 6, y=middle + 4, class_="end"),
         tag("rect", x=start, y=y, width=max(length, 0.5), height=16, class_=f"bar c{bar.style % COLOURS}"),
     ]
-    parts += [tag("circle", cx=place(dot), cy=middle, r=2.5, class_="dot") for dot in bar.dots]
+    parts += [tag("circle", cx=clamped(dot), cy=middle, r=2.5, class_="dot") for dot in bar.dots]
     if bar.margin is not None:
-        low, high = place(bar.value - bar.margin), place(bar.value + bar.margin)
+        low, high = clamped(bar.value - bar.margin), clamped(bar.value + bar.margin)
         whisker = f"M{low:.1f} {middle}H{high:.1f}M{low:.1f} {middle - 4}v8M{high:.1f} {middle - 4}v8"
         parts.append(tag("path", d=whisker, class_="whisker"))
-    farthest = max(place(0), *map(place, _reach(bar)))
+    farthest = max(clamped(0), *map(clamped, _reach(bar)))
     parts.append(tag("text", _end(bar), x=farthest + 6, y=middle + 4, class_="start strong"))
     return together(parts)

@@ -1,55 +1,71 @@
-"""What a report says of the training, epoch by epoch and round by round."""
+"""Sections of a report on the training, epoch by epoch and round by round."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from oneround.observe.sound import is_number
 from oneround.report.charts import Series, line_chart
-from oneround.report.markup import Html, aside, charts, score, table, tag, together
-from oneround.report.record import CLIENTS, Record, Trace
+from oneround.report.markup import EMPTY, Html, charts, remark, score, table, tag, together
+from oneround.runs.integrity import is_number
+from oneround.runs.log import Curves
+from oneround.runs.record import RunRecord
 
 EPOCHS = "local epochs"
+CLIENTS = 8  # drawn one by one; of more, those with most samples
 
 
-def accuracy(record: Record) -> Html:
+def accuracy(record: RunRecord) -> Html:
     """Of every rule, and of clients alone, at every snapshot."""
     if not record.curves:
-        return Html("")
-    rules = [Series(name, values) for name, values in record.curves.items()]
-    drawn = [line_chart("Fused model, by rule", rules, EPOCHS, "test accuracy, %", bounds=(0, 100), shown=score)]
-    if record.alone:
-        lines = by_client(record, record.alone)
-        drawn.append(line_chart("Each client alone", lines, EPOCHS, "test accuracy, %", bounds=(0, 100), shown=score))
+        return EMPTY
+    rules = [Series(name, values) for name, values in _in_percent(record.curves).items()]
+    drawn = [accuracy_chart("Fused model, by rule", rules)]
+    if record.measurements.local_accuracy:
+        lines = by_client(record, _in_percent(record.measurements.local_accuracy))
+        drawn.append(accuracy_chart("Each client alone", lines))
     return together([charts(drawn), left_out(record)])
 
 
-def rounds(record: Record) -> Html:
-    """What a rule that acts between rounds did: whether what it made was sent, what for and against it, and how its adapter learned."""
-    told = {rule: events for rule, events in record.fusions.items() if any(len(event) > 1 for event in events.values())}
-    kinds = [rule.partition(" ")[0] for rule in told]
+def accuracy_chart(title: str, lines: Sequence[Series]) -> Html:
+    """Test accuracies in percent over local epochs."""
+    return line_chart(title, lines, EPOCHS, "test accuracy, %", bounds=(0, 100), format_value=score)
+
+
+def _in_percent(curves: Curves) -> Curves:
+    return {name: {epoch: 100 * share for epoch, share in curve.items()} for name, curve in curves.items()}
+
+
+def rounds(record: RunRecord) -> Html:
+    """What a rule between rounds did: whether its network was sent and why, and how its adapter learned."""
+    length = record.recipe.training.epochs
+    fusions = {
+        rule: {epoch // length: facts for epoch, facts in by_epoch.items()}
+        for rule, by_epoch in record.measurements.fusions.items()
+        if any(len(facts) > 1 for facts in by_epoch.values())
+    }
+    kinds = [rule.partition(" ")[0] for rule in fusions]
     drawn = []
-    for kind, (rule, events) in zip(kinds, told.items(), strict=True):
+    for kind, (rule, events) in zip(kinds, fusions.items(), strict=True):
         name = kind if kinds.count(kind) == 1 else rule
         for title, keys, axis in BETWEEN:
             lines = [Series(label, values) for key, label in keys.items() if (values := _numbers(events, key))]
-            scale: dict[str, Any] = {"bounds": (0, 100), "shown": score} if axis.endswith("%") else {}
+            scale: dict[str, Any] = {"bounds": (0, 100), "format_value": score} if axis.endswith("%") else {}
             if lines:
                 drawn.append(line_chart(f"{name}: {title}", lines, "round", axis, **scale))
         rows = [[str(at), SENT[event.get("accepted")], str(event.get("reason", ""))] for at, event in events.items()]
-        drawn.append(tag("div", table(["round", "sent", "why"], rows, f"{name}, round by round", words=(1, 2))))
+        drawn.append(tag("div", table(["round", "sent", "why"], rows, f"{name}, round by round", text_columns=(1, 2))))
     return charts(drawn)
 
 
 SENT = {None: "the average", True: "fused", False: "not the fused one"}
 BETWEEN: list[tuple[str, dict[str, str], str]] = [
     ("on validation images", {"fused_validation": "fused", "average_validation": "the average"}, "accuracy, %"),
-    ("its adapter's error", {"error": "from what it made to where training went"}, "relative distance"),
-    ("how far it changed the student", {"changed": "in all", "by_teacher": "by the teacher"}, "relative distance"),
-    ("its adapter's lessons", {"gradient_norm": "norm of the gradient", "adapter_moved": "moved by"}, "norm"),
+    ("adapter error", {"error": "‖W_out − W_final‖ / ‖W_final‖"}, "relative distance"),
+    ("relative change of the student", {"changed": "total", "by_teacher": "due to the teacher"}, "relative distance"),
+    ("adapter updates", {"gradient_norm": "gradient norm", "adapter_moved": "step length"}, "norm"),
 ]
-"""Charts of what a fusion tells: title, keys with their names, axis."""
+"""Charts of what a fusion reports: title, keys with their names, axis."""
 
 
 def _numbers(events: dict[int, dict[str, Any]], key: str) -> dict[int, float | None]:
@@ -57,35 +73,33 @@ def _numbers(events: dict[int, dict[str, Any]], key: str) -> dict[int, float | N
     return {at: factor * event[key] for at, event in events.items() if is_number(event.get(key))}
 
 
-def by_client(record: Record, trace: Trace) -> list[Series]:
+def by_client(record: RunRecord, trace: Curves) -> list[Series]:
     """A line for each client; with too many, the largest ones and the range of all."""
-    kept = [name for name in record.largest(CLIENTS) if name in trace]
-    lines = [Series(name, trace[name]) for name in kept]
-    if len(kept) < len(trace):
+    names = [name for name in record.largest(CLIENTS) if name in trace]
+    lines = [Series(name, trace[name]) for name in names]
+    if len(names) < len(trace):
         lines.append(_range(trace))
     return lines
 
 
-def _range(trace: Trace) -> Series:
-    epochs = sorted({epoch for values in trace.values() for epoch in values})
-    there = {epoch: [v for values in trace.values() if (v := values.get(epoch)) is not None] for epoch in epochs}
-    low = {epoch: min(values) for epoch, values in there.items() if values}
-    high = {epoch: max(values) for epoch, values in there.items() if values}
+def _range(trace: Curves) -> Series:
+    values = _by_epoch(trace)
+    low, high = ({epoch: pick(each) for epoch, each in values.items()} for pick in (min, max))
     return Series(f"all {len(trace)} clients", {}, low, high, faint=True)
 
 
-def left_out(record: Record) -> Html:
+def left_out(record: RunRecord) -> Html:
     more = len(record.clients) - CLIENTS
     if more <= 0:
-        return Html("")
-    return aside(f"Drawn one by one: the {CLIENTS} clients with most samples; {more} more are in metrics.jsonl.")
+        return EMPTY
+    return remark(f"Drawn one by one: the {CLIENTS} clients with most samples; {more} more are in metrics.jsonl.")
 
 
-def alignment(record: Record) -> Html:
+def alignment(record: RunRecord) -> Html:
     """λ before and after the schedule on log axes, s(p), what alignment weighs against the rest, and σ²."""
     raw, effective, schedule = record.trace("lambda_raw"), record.trace("lambda_effective"), record.trace("s")
     if not raw:
-        return Html("")
+        return EMPTY
     same = raw == effective
     drawn = [line_chart("λ" if same else "Raw λ", by_client(record, raw), EPOCHS, "λ", log=True)]
     if not same:
@@ -93,11 +107,8 @@ def alignment(record: Record) -> Html:
         drawn.append(line_chart(title, by_client(record, effective), EPOCHS, "λ", log=True))
     if schedule:
         alike = len({tuple(values.items()) for values in schedule.values()}) == 1
-        lines = (
-            [Series("s(p), the same for all clients", next(iter(schedule.values())))]
-            if alike
-            else by_client(record, schedule)
-        )
+        same_for_all = [Series("s(p), the same for all clients", next(iter(schedule.values())))]
+        lines = same_for_all if alike else by_client(record, schedule)
         drawn.append(line_chart("Schedule s(p)", lines, EPOCHS, "s(p)", bounds=(0, 1) if _within(schedule) else None))
     share = _pull(record)
     if share:
@@ -109,63 +120,69 @@ def alignment(record: Record) -> Html:
     return together([charts(drawn), left_out(record)])
 
 
-def _within(trace: Trace) -> bool:
-    return all(value is not None and 0 <= value <= 1 for values in trace.values() for value in values.values())
+def _within(trace: Curves) -> bool:
+    return all(0 <= value <= 1 for values in trace.values() for value in values.values())
 
 
-def _pull(record: Record) -> Trace:
-    found: Trace = {}
-    for client, epochs in record.epochs.items():
-        for epoch, event in epochs.items():
-            base, align, weight = (event.get(key) for key in ("base", "align", "lambda_effective"))
-            if base and align is not None and weight is not None:
-                found.setdefault(client, {})[epoch] = weight * align / base
-    return found
+def _pull(record: RunRecord) -> Curves:
+    ratios: Curves = {}
+    for client in record.measurements.epochs:
+        for entry in record.series(client, "base", "align", "lambda_effective"):
+            if entry["base"]:
+                ratios.setdefault(client, {})[entry["epoch"]] = (
+                    entry["lambda_effective"] * entry["align"] / entry["base"]
+                )
+    return ratios
 
 
-def losses(record: Record) -> Html:
+def losses(record: RunRecord) -> Html:
     """Every term of the loss, a chart for each client."""
     terms = [*record.recipe.objective.terms, "align", "base"]
     drawn = []
-    for client in (name for name in record.largest(CLIENTS) if name in record.epochs):
+    for client in record.largest(CLIENTS):
         lines = []
         for term in terms:
-            values = {
-                epoch: event[term] for epoch, event in record.epochs[client].items() if event.get(term) is not None
-            }
+            values = {entry["epoch"]: entry[term] for entry in record.series(client, term)}
             if values:
-                lines.append(Series(WORDS.get(term, term), values))
+                lines.append(Series(TERM_LABELS.get(term, term), values))
         if lines:
             drawn.append(line_chart(f"Loss terms of {client}", lines, EPOCHS, "loss"))
-    return together([charts(drawn, small=True), left_out(record)]) if drawn else Html("")
+    return together([charts(drawn, small=True), left_out(record)]) if drawn else EMPTY
 
 
-WORDS = {"align": "alignment (before λ)", "base": "L_base, all without alignment"}
+TERM_LABELS = {"align": "alignment (before λ)", "base": "L_base, all without alignment"}
 
 
-def cosines(record: Record) -> Html:
+def cosines(record: RunRecord) -> Html:
     """Between alignment and the rest by client, and between every two terms, averaged over clients."""
     drawn = []
-    for place in ("features", "prototypes"):
-        pairs = record.cosines(place)
+    every = record.cosines()
+    for tensor in ("features", "prototypes"):
+        pairs = {pair: trace for (pair, at), trace in every.items() if at == tensor}
         against = pairs.pop("base · alignment", {})
         if against:
-            title = f"L_base and alignment, at the {place}"
+            title = f"L_base and alignment, at the {tensor}"
             drawn.append(_cosine_chart(title, by_client(record, against)))
         if pairs:
             lines = [Series(pair, _mean(trace)) for pair, trace in pairs.items()]
-            drawn.append(_cosine_chart(f"Between terms, at the {place} (mean over clients)", lines))
+            drawn.append(_cosine_chart(f"Between terms, at the {tensor} (mean over clients)", lines))
     if not drawn:
-        return Html("")
-    what = "Cosine between the gradients of two terms: below 0 they undo each other's work, near 1 they want the same."
-    return together([tag("p", what), charts(drawn), left_out(record)])
+        return EMPTY
+    explanation = (
+        "Cosine between the gradients of two terms: below 0 they undo each other's work, near 1 they want the same."
+    )
+    return together([tag("p", explanation), charts(drawn), left_out(record)])
 
 
 def _cosine_chart(title: str, lines: Sequence[Series]) -> Html:
     return line_chart(title, lines, EPOCHS, "cosine", bounds=(-1, 1), level=0)
 
 
-def _mean(trace: Trace) -> dict[int, float | None]:
+def _mean(trace: Curves) -> dict[int, float]:
+    return {epoch: sum(values) / len(values) for epoch, values in _by_epoch(trace).items()}
+
+
+def _by_epoch(trace: Curves) -> dict[int, list[float]]:
+    """The values of all clients at every epoch."""
     epochs = sorted({epoch for values in trace.values() for epoch in values})
-    there = {epoch: [v for values in trace.values() if (v := values.get(epoch)) is not None] for epoch in epochs}
-    return {epoch: sum(values) / len(values) for epoch, values in there.items() if values}
+    return {epoch: [values[epoch] for values in trace.values() if epoch in values] for epoch in epochs}

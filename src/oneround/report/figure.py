@@ -10,16 +10,16 @@ WIDTH = 480
 
 
 def figure(
-    title: str, told: str, drawing: Html, height: float, below: Html, data: Html, *, width: float = WIDTH
+    title: str, description: str, drawing: Html, height: float, below: Html, data: Html, *, width: float = WIDTH
 ) -> Html:
     picture = tag(
-        "svg", tag("title", title), tag("desc", told), drawing,
+        "svg", tag("title", title), tag("desc", description), drawing,
         viewBox=f"0 0 {width:.0f} {height:.0f}", role="img",
     )  # fmt: skip
     wide = width > WIDTH
-    shown = scrolling(picture, title) if wide else picture
+    content = scrolling(picture, title) if wide else picture
     return tag(
-        "figure", tag("figcaption", title), shown, below, folded("Data as a table", data, class_="data"),
+        "figure", tag("figcaption", title), content, below, folded("Data as a table", data, class_="data"),
         class_="wide" if wide else None,
     )  # fmt: skip
 

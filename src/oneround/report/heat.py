@@ -18,10 +18,10 @@ def heat_map(
     columns: Sequence[str],
     values: Sequence[Sequence[float | None]],
     axes: tuple[str, str],
-    told: str,
+    description: str,
     *,
     most: float | None = None,
-    shown: Callable[[float | None], str] = number,
+    format_value: Callable[[float | None], str] = number,
     by_row: bool = False,
     data: Html | None = None,
 ) -> Html:
@@ -38,16 +38,16 @@ def heat_map(
     cells = _paint(shades, left, top, side, tall)
     written = side >= 22 and tall >= 16
     if written:
-        cells = together([cells, *_write(values, shades, shown, left, top, side, tall)])
+        cells = together([cells, *_write(values, shades, format_value, left, top, side, tall)])
     names = _names(rows, columns, left, top, side, tall, slanted)
     named = [
         tag("text", axes[1], x=(left + width) / 2, y=height - 8, class_="middle label"),
         tag("text", axes[0], transform=f"translate(12 {top + tall * len(rows) / 2:.0f}) rotate(-90)", class_="middle label"),
     ]  # fmt: skip
     if data is None:
-        lines = [[name, *(shown(value) for value in row)] for name, row in zip(rows, values, strict=True)]
+        lines = [[name, *(format_value(value) for value in row)] for name, row in zip(rows, values, strict=True)]
         data = table([f"{axes[0]} \\ {axes[1]}", *columns], lines, title)
-    return figure(title, told, together([cells, names, *named]), height, Html(""), data, width=width)
+    return figure(title, description, together([cells, names, *named]), height, Html(""), data, width=width)
 
 
 def _shades(values: Sequence[Sequence[float | None]], most: float | None, by_row: bool) -> list[list[int]]:
@@ -56,11 +56,11 @@ def _shades(values: Sequence[Sequence[float | None]], most: float | None, by_row
     rounded = (
         math.ceil if len(values) * max(map(len, values), default=0) <= FINE else round
     )  # then a trace of colour is dropped
-    found = []
+    levels = []
     for row in values:
         full = (sum(value or 0 for value in row) or 1) if by_row else largest
-        found.append([rounded(LEVELS * min((value or 0) / full, 1)) for value in row])
-    return found
+        levels.append([rounded(LEVELS * min((value or 0) / full, 1)) for value in row])
+    return levels
 
 
 def _paint(shades: Sequence[Sequence[int]], left: float, top: float, side: float, tall: float) -> Html:
@@ -84,7 +84,7 @@ def _paint(shades: Sequence[Sequence[int]], left: float, top: float, side: float
 def _write(
     values: Sequence[Sequence[float | None]],
     shades: Sequence[Sequence[int]],
-    shown: Callable[[float | None], str],
+    format_value: Callable[[float | None], str],
     left: float,
     top: float,
     side: float,
@@ -94,7 +94,7 @@ def _write(
     texts = []
     for at, row in enumerate(values):
         for column, value in enumerate(row):
-            text = shown(value) if value else "·"
+            text = format_value(value) if value else "·"
             small = " small" if len(text) * 7 > side else ""
             on = " on" if shades[at][column] > 0.5 * LEVELS else ""
             x, y = left + (column + 0.5) * side, top + (at + 0.5) * tall + 4

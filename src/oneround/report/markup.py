@@ -12,15 +12,18 @@ class Html(str):
     __slots__ = ()
 
 
+EMPTY = Html("")
+
+
 def tag(name: str, *content: str, **attributes: str | float | None) -> Html:
     """An element. Content that is not `Html` is escaped; `class_` is class, `aria_label` aria-label, None leaves one out."""
-    told = "".join(
+    written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{html.escape(_plain(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
     inside = together(content)
-    return Html(f"<{name}{told}>{inside}</{name}>")
+    return Html(f"<{name}{written}>{inside}</{name}>")
 
 
 def together(parts: Iterable[str]) -> Html:
@@ -47,19 +50,21 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.2f}"
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], caption: str, *, words: Sequence[int] = ()) -> Html:
-    """A table in a box of its own that scrolls when it is wide; `words` are the columns that hold text."""
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], caption: str, *, text_columns: Sequence[int] = ()
+) -> Html:
+    """A table in a box of its own that scrolls when it is wide; `text_columns` are aligned as text."""
 
     def style(column: int) -> str | None:
-        return "words" if column in words else None
+        return "words" if column in text_columns else None
 
     def cell(column: int, text: str) -> Html:
         return tag("td", text, class_=style(column)) if column else tag("th", text, scope="row")
 
     top = tag("thead", tag("tr", *(tag("th", head, scope="col", class_=style(at)) for at, head in enumerate(heads))))
     body = tag("tbody", *(tag("tr", *(cell(at, text) for at, text in enumerate(row))) for row in rows))
-    whole = tag("table", tag("caption", caption), top, body)
-    return scrolling(whole, caption)
+    element = tag("table", tag("caption", caption), top, body)
+    return scrolling(element, caption)
 
 
 def scrolling(content: Html, label: str) -> Html:
@@ -68,7 +73,7 @@ def scrolling(content: Html, label: str) -> Html:
 
 
 def folded(summary: str, *content: str, class_: str | None = None) -> Html:
-    """Closed until asked for."""
+    """A collapsed block under a summary."""
     return tag("details", tag("summary", summary), *content, class_=class_)
 
 
@@ -78,8 +83,8 @@ def facts(pairs: Iterable[tuple[str, str]], class_: str = "facts") -> Html:
 
 
 def notes(texts: Iterable[str]) -> Html:
-    told = [tag("li", text) for text in texts]
-    return tag("ul", *told, class_="notes") if told else Html("")
+    items = [tag("li", text) for text in texts]
+    return tag("ul", *items, class_="notes") if items else Html("")
 
 
 def charts(drawn: Sequence[Html], *, small: bool = False) -> Html:
@@ -91,5 +96,5 @@ def score(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else "–"
 
 
-def aside(text: str) -> Html:
+def remark(text: str) -> Html:
     return tag("p", text, class_="aside")

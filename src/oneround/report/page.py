@@ -4,87 +4,94 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from importlib import resources
+from os import PathLike
 from pathlib import Path
 
-from oneround.compare import Group, compare
-from oneround.diagnose import diagnose
+from oneround.analysis.comparison import Group, compare, grouped
+from oneround.analysis.diagnosis import SEVERITIES
+from oneround.analysis.diagnosis.diagnose import diagnose
+from oneround.analysis.statistics import Summary
+from oneround.analysis.tables import methods_sheet
 from oneround.errors import RecipeError
-from oneround.finished import Run, find_runs
-from oneround.layouts import methods_sheet
-from oneround.observe.diagnosis import SEVERITIES
-from oneround.observe.statistics import Summary
-from oneround.report.charts import Bar, Series, bar_chart, line_chart
-from oneround.report.epochs import EPOCHS
-from oneround.report.markup import Html, aside, charts, folded, notes, score, table, tag, together
-from oneround.report.record import Record, find_folders, read
+from oneround.formatting import plural
+from oneround.report.charts import Bar, Series, bar_chart
+from oneround.report.epochs import accuracy_chart
+from oneround.report.markup import EMPTY, Html, charts, folded, notes, percent, remark, table, tag, together
 from oneround.report.sections import Section, sections, state
+from oneround.runs.archive import distinct, find_folders
+from oneround.runs.record import RunRecord
 
-RUNS = 6  # of a sweep told in full; of more, the first partition of each method
+RUNS = 6  # of a sweep shown in full; of more, the first partition of each method
 MOST = 12
 FINDINGS = 40  # of a sweep
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+NEEDED = ("result.json", "partition.json", "environment.json")  # damaged ones are refused
 
 
-def report(paths: Sequence[Path], baseline: str | None = None, interest: float = 1.0) -> str:
-    """The whole file, for run folders or folders with run folders in them."""
-    folders = find_folders(paths)
-    if len(folders) == 1:
-        return run_page(read(folders[0]))
-    return sweep_page(paths, [read(folder) for folder in folders], baseline, interest)
+def report(paths: Iterable[str | PathLike[str]], baseline: str | None = None, interest: float = 1.0) -> str:
+    """The whole HTML file.
+
+    Args:
+        paths: run folders, finished or not, or folders with run folders in them.
+        baseline: the method that the others of a sweep are compared with; otherwise the first.
+        interest: the smallest difference, in points, that would matter.
+    """
+    folders = [Path(path) for path in paths]
+    records = [RunRecord.read(folder, strict=NEEDED) for folder in find_folders(folders)]
+    return run_page(records[0]) if len(records) == 1 else sweep_page(folders, records, baseline, interest)
 
 
 # --- one run ---------------------------------------------------------------------------------------------------------
 
 
-def run_page(record: Record) -> str:
-    told = sections(record)
-    body = together([state(record), *(_section(each, 2) for each in told)])
-    return _page(record.title, _subtitle(record), [(each.name, each.title) for each in told], body)
+def run_page(record: RunRecord) -> str:
+    return _page(_title(record), _subtitle(record), sections(record), state(record))
 
 
-def _subtitle(record: Record) -> str:
+def _title(record: RunRecord) -> str:
+    return f"{record.recipe.method} on {record.recipe.data.kind}"
+
+
+def _subtitle(record: RunRecord) -> str:
     done = "" if record.finished else "not finished · "
     return f"{done}{record.recipe.partition.label} · partition seed {record.recipe.seeds.partition} · {record.recipe.training.epochs} local epochs"
 
 
 def _section(section: Section, level: int, prefix: str = "") -> Html:
     name = prefix + section.name
-    return tag(
-        "section", tag(f"h{level}", section.title, id=name), section.content, class_="part", aria_labelledby=name
-    )
+    heading = tag(f"h{level}", section.title, id=name)
+    return tag("section", heading, section.content, class_="part", aria_labelledby=name)
 
 
 # --- a sweep ---------------------------------------------------------------------------------------------------------
 
 
-def sweep_page(paths: Sequence[Path], records: Sequence[Record], baseline: str | None, interest: float) -> str:
+def sweep_page(paths: Sequence[Path], records: Sequence[RunRecord], baseline: str | None, interest: float) -> str:
     """The comparison, curves of every method, then run by run."""
-    overview: list[Section] = []
     finished = [record for record in records if record.finished]
-    if finished:
-        overview += _comparison(find_runs(paths), baseline, interest)
-    overview.append(Section("findings", "Findings", _findings(records, paths)))
-    overview.append(Section("cells", "All runs", _cells(records, paths)))
+    scored = distinct(record for record in finished if record.accuracy)
     chosen = _chosen(records)
     runs = [_run(record, f"run{at}-") for at, record in enumerate(chosen, 1)]
-    left = len(records) - len(chosen)
-    if left:
-        runs.append(aside(f"Told in full: {len(chosen)} of {len(records)} runs, one partition of each method. For another: oneround report RUN."))  # fmt: skip
-    overview.append(Section("runs", "Run by run", together(runs)))
+    if len(chosen) < len(records):
+        shown = f"Shown in full: {len(chosen)} of {len(records)} runs, one partition of each method."
+        runs.append(remark(f"{shown} For another: oneround report RUN."))
+    every = [
+        *(_comparison(scored, baseline, interest) if scored else []),
+        Section("findings", "Findings", _findings(records, paths)),
+        Section("cells", "All runs", _cells(records, paths)),
+        Section("runs", "Run by run", together(runs)),
+    ]
     methods = list(dict.fromkeys(record.recipe.method for record in records))
-    title = (
-        f"{len(records)} runs of {', '.join(methods[:3])}{f' and {len(methods) - 3} more' if len(methods) > 3 else ''}"
-    )
+    more = f" and {len(methods) - 3} more" if len(methods) > 3 else ""
     data = ", ".join(dict.fromkeys(record.recipe.data.kind for record in records))
-    subtitle = f"{data} · {len(finished)} finished" + (f" · {len(records) - len(finished)} not" if len(finished) < len(records) else "")  # fmt: skip
-    body = together(_section(each, 2) for each in overview)
-    return _page(title, subtitle, [(each.name, each.title) for each in overview], body)
+    unfinished = f" · {len(records) - len(finished)} not" if len(finished) < len(records) else ""
+    subtitle = f"{data} · {len(finished)} finished{unfinished}"
+    return _page(f"{len(records)} runs of {', '.join(methods[:3])}{more}", subtitle, every)
 
 
-def _comparison(runs: Sequence[Run], baseline: str | None, interest: float) -> list[Section]:
-    """Who is better and whether that is real; with one method, its rules are compared."""
+def _comparison(runs: Sequence[RunRecord], baseline: str | None, interest: float) -> list[Section]:
+    """Which method is better and whether the difference is real; with one method, its rules are compared."""
     rule = "all" if len({run.method for run in runs}) == 1 and _same_keys(runs) else None
-    told: list[str] = []
+    restrictions: list[str] = []
     try:
         groups = compare(runs, baseline, rule)
     except RecipeError as error:
@@ -94,16 +101,16 @@ def _comparison(runs: Sequence[Run], baseline: str | None, interest: float) -> l
             if baseline is not None:
                 raise
             return [Section("comparison", "Comparison", tag("p", f"Not possible: {error}", class_="warning"))]
-        told.append(f"only partitions that all have are compared ({error})")
+        restrictions.append(f"only partitions that all have are compared ({error})")
     blocks = [_group(group, interest, len(groups) > 1) for group in groups]
     curves = [_curves(group, len(groups) > 1) for group in groups]
     return [
-        Section("comparison", "Comparison", together([notes(told), *blocks])),
+        Section("comparison", "Comparison", together([notes(restrictions), *blocks])),
         Section("curves", "Accuracy over local training", together(curves)),
     ]
 
 
-def _same_keys(runs: Sequence[Run]) -> bool:
+def _same_keys(runs: Sequence[RunRecord]) -> bool:
     """Whether runs differ in nothing but seeds, so that only rules are left to compare."""
     return len({str({k: v for k, v in run.keys.items() if not k.startswith("seeds.")}) for run in runs}) == 1
 
@@ -111,21 +118,17 @@ def _same_keys(runs: Sequence[Run]) -> bool:
 def _group(group: Group, interest: float, named: bool) -> Html:
     """The verdicts in words, the table behind them, and both as pictures."""
     sheet, base = methods_sheet(group, interest), group.short(group.baseline)
-    tested = [(group.short(entry), group.comparisons[entry.name]) for entry in group.entries if entry.name in group.comparisons]  # fmt: skip
+    others = [entry for entry in group.entries if entry is not group.baseline]
+    tested = [(group.short(entry), group.comparisons[entry.name]) for entry in others]
     verdicts = [tag("li", tag("b", name), f" against {base}: {each.verdict(interest)}") for name, each in tested]
     drawn = [_means(group)]
     if tested:
         bars = [_bar(name, each.difference, 0 if each.real else 5) for name, each in tested]
         drawn.append(bar_chart(f"Paired difference to {base} with 95 % interval", bars, "points of test accuracy"))
-    return together(
-        [
-            tag("h3", sheet.title) if named else Html(""),
-            tag("ul", *verdicts) if verdicts else Html(""),
-            table(sheet.heads, sheet.rows, "What is compared, partition by partition", words=(2, len(sheet.heads) - 1)),
-            notes(sheet.notes),
-            charts(drawn),
-        ]
-    )
+    columns = (2, len(sheet.heads) - 1)
+    listed = table(sheet.heads, sheet.rows, "What is compared, partition by partition", text_columns=columns)
+    title = tag("h3", sheet.title) if named else EMPTY
+    return together([title, tag("ul", *verdicts) if verdicts else EMPTY, listed, notes(sheet.notes), charts(drawn)])
 
 
 def _means(group: Group) -> Html:
@@ -136,99 +139,90 @@ def _means(group: Group) -> Html:
 
 def _bar(name: str, values: Summary, style: int) -> Bar:
     dots = values.values if len(values.values) > 1 else ()
-    return Bar(name, values.mean, style, values.margin, dots, _mean_in_words(values))
-
-
-def _mean_in_words(summary: Summary) -> str:
-    return f"{summary.mean:.1f}" + (f" ± {summary.margin:.1f}" if summary.margin is not None else "")
+    return Bar(name, values.mean, style, values.margin, dots, f"{values:.1f}")
 
 
 def _curves(group: Group, named: bool) -> Html:
     """The compared lines together; then, of each method, every rule."""
     lines = [_over_partitions(group.short(entry), entry.runs, entry.rule) for entry in group.entries if entry.curve()]
-    drawn = [line_chart("What is compared", lines, EPOCHS, "test accuracy, %", bounds=(0, 100), shown=score)]
-    for method, runs in {entry.method: entry.runs for entry in group.entries}.items():
-        rules = [rule for rule in runs[0].result.curves if all(rule in run.result.curves for run in runs)]
-        if len({entry.method for entry in group.entries}) > 1 and len(rules) > 1:
-            each = [_over_partitions(rule, runs, rule) for rule in rules]
-            drawn.append(line_chart(f"{method}, every rule", each, EPOCHS, "test accuracy, %", bounds=(0, 100), shown=score))  # fmt: skip
-    told = f"Lines are means over {len(group.seeds)} partition{'s' * (len(group.seeds) > 1)}"
-    told += "; bands are 95 % intervals of the mean." if len(group.seeds) > 1 else "."
-    return together([tag("h3", group.setting) if named else Html(""), tag("p", told), charts(drawn)])
+    drawn = [accuracy_chart("What is compared", lines)]
+    for method, runs in group.runs.items():
+        rules = [rule for rule in runs[0].curves if all(rule in run.curves for run in runs)]
+        if len(group.runs) > 1 and len(rules) > 1:
+            lines = [_over_partitions(rule, runs, rule) for rule in rules]
+            drawn.append(accuracy_chart(f"{method}, every rule", lines))
+    caption = f"Lines are means over {plural(len(group.seeds), 'partition')}"
+    caption += "; bands are 95 % intervals of the mean." if len(group.seeds) > 1 else "."
+    return together([tag("h3", group.setting) if named else EMPTY, tag("p", caption), charts(drawn)])
 
 
-def _over_partitions(name: str, runs: Iterable[Run], rule: str) -> Series:
+def _over_partitions(name: str, runs: Sequence[RunRecord], rule: str) -> Series:
     """Mean and interval at every epoch; repeats on one partition are averaged first."""
-    by_partition: dict[str, list[Run]] = {}
-    for run in runs:
-        by_partition.setdefault(run.result.partition, []).append(run)
-    every = [run.result.curves.get(rule, {}) for same in by_partition.values() for run in same]
-    epochs = sorted(set.intersection(*(set(curve) for curve in every)))
-    found = {epoch: _at(epoch, by_partition.values(), rule) for epoch in epochs}
-    means: dict[int, float | None] = {epoch: each.mean for epoch, each in found.items()}
-    if any(each.margin is None for each in found.values()):
-        return Series(name, means)
-    low = {epoch: max(each.mean - (each.margin or 0), 0.0) for epoch, each in found.items()}
-    high = {epoch: min(each.mean + (each.margin or 0), 100.0) for epoch, each in found.items()}
-    return Series(name, means, low, high)
+    partitions = grouped(runs, lambda run: run.partition_digest).values()
+    epochs = sorted(set.intersection(*(set(run.curves.get(rule, {})) for run in runs)))
+    means, low, high = dict[int, float | None](), dict[int, float](), dict[int, float]()
+    for epoch in epochs:
+        values = (100 * sum(run.curves[rule][epoch] for run in same) / len(same) for same in partitions)
+        summary = Summary(tuple(values))
+        means[epoch] = summary.mean
+        if summary.margin is not None:
+            low[epoch], high[epoch] = max(summary.mean - summary.margin, 0.0), min(summary.mean + summary.margin, 100.0)
+    return Series(name, means, low or None, high or None)
 
 
-def _at(epoch: int, partitions: Iterable[Sequence[Run]], rule: str) -> Summary:
-    return Summary(tuple(100 * sum(run.result.curves[rule][epoch] for run in same) / len(same) for same in partitions))
-
-
-def _place(folder: Path, paths: Sequence[Path]) -> str:
+def _name(folder: Path, paths: Sequence[Path]) -> str:
     """Where a run lies in the sweep."""
     root = next((path for path in paths if folder != path and folder.is_relative_to(path)), folder.parent)
     return str(folder.relative_to(root))
 
 
-def _findings(records: Sequence[Record], paths: Sequence[Path]) -> Html:
-    """What the diagnosis says of any run, notes left to the runs themselves."""
+def _findings(records: Sequence[RunRecord], paths: Sequence[Path]) -> Html:
+    """Problems and warnings of the diagnosis of every run; notes are left to the runs' own sections."""
     rows = [
-        [_place(record.folder, paths), finding.severity, finding.rule, finding.where, finding.evidence]
+        [_name(record.path, paths), finding.severity, finding.rule, finding.where, finding.evidence]
         for record in records
-        for finding in diagnose(record.folder).findings
+        for finding in diagnose(record).findings
         if finding.severity != SEVERITIES[-1]
     ]
     if not rows:
-        return tag("p", "Nothing amiss was found in any run.")
+        return tag("p", "No rule found a problem in any run.")
     heads = ["run", "severity", "finding", "where", "evidence"]
-    shown = table(heads, rows[:FINDINGS], "Findings of all runs", words=(1, 2, 3, 4))
-    left = len(rows) - FINDINGS
-    return together([shown, aside(f"{left} more are in the runs: oneround diagnose RUN.")]) if left > 0 else shown
+    listed = [table(heads, rows[:FINDINGS], "Findings of all runs", text_columns=(1, 2, 3, 4))]
+    if len(rows) > FINDINGS:
+        listed.append(remark(f"{len(rows) - FINDINGS} more are in the runs: oneround diagnose RUN."))
+    return together(listed)
 
 
-def _cells(records: Sequence[Record], paths: Sequence[Path]) -> Html:
+def _cells(records: Sequence[RunRecord], paths: Sequence[Path]) -> Html:
     """Every run on a line, those not finished among them."""
     rows = []
     for record in records:
-        rules, alone = record.final()
+        best = max(record.local_accuracy.values(), default=None)
         recipe, seeds = record.recipe, record.recipe.seeds
         upto = "finished" if record.finished else f"epoch {record.reached} of {recipe.epochs}"
         rows.append([
-            _place(record.folder, paths), recipe.method, recipe.partition.label, str(seeds.partition), str(seeds.training), upto,
-            record.rule, score(rules.get(record.rule)), score(max(alone.values(), default=None)),
+            _name(record.path, paths), recipe.method, recipe.partition.label, str(seeds.partition), str(seeds.training), upto,
+            record.main_rule, percent(record.accuracy.get(record.main_rule)), percent(best),
         ])  # fmt: skip
     heads = ["run", "method", "partition", "seed", "training seed", "state", "rule", "%", "best client, %"]
-    return table(heads, rows, "Every run", words=(1, 2, 5, 6))
+    return table(heads, rows, "Every run", text_columns=(1, 2, 5, 6))
 
 
-def _chosen(records: Sequence[Record]) -> list[Record]:
-    """Runs to tell in full: all of few, the first of each method and setting of many."""
+def _chosen(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """Runs to show in full: all of few, the first of each method and setting of many."""
     if len(records) <= RUNS:
         return list(records)
-    first: dict[str, Record] = {}
+    first: dict[str, RunRecord] = {}
     for record in records:
         plain = {key: value for key, value in record.recipe.plain().items() if key != "seeds"}
         first.setdefault(str(plain), record)
     return list(first.values())[:MOST]
 
 
-def _run(record: Record, prefix: str) -> Html:
-    rules, _ = record.final()
-    shown = f": {record.rule} {score(rules[record.rule])} %" if record.rule in rules else ""
-    summary = f"{record.title}, {_subtitle(record)}{shown}"
+def _run(record: RunRecord, prefix: str) -> Html:
+    accuracy = record.accuracy.get(record.main_rule)
+    score_text = "" if accuracy is None else f": {record.main_rule} {percent(accuracy)} %"
+    summary = f"{_title(record)}, {_subtitle(record)}{score_text}"
     inside = [tag("h3", summary), state(record), *(_section(each, 4, prefix) for each in sections(record))]
     return folded(summary, *inside, class_="run")
 
@@ -236,22 +230,21 @@ def _run(record: Record, prefix: str) -> Html:
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
-def _page(title: str, subtitle: str, parts: Sequence[tuple[str, str]], body: Html) -> str:
+META = Html(
+    '<meta charset="utf-8">'
+    """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">"""
+    '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    '<meta name="color-scheme" content="light dark">'
+    '<link rel="icon" href="data:,">'
+)
+
+
+def _page(title: str, subtitle: str, parts: Sequence[Section], preface: Html = EMPTY) -> str:
     style = (resources.files("oneround.report") / "style.css").read_text(encoding="utf-8")
-    head = together(
-        [
-            Html('<meta charset="utf-8">'),
-            Html(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
-            Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-            Html('<meta name="color-scheme" content="light dark">'),
-            Html('<link rel="icon" href="data:,">'),
-            tag("title", f"{title} · oneround"),
-            tag("style", Html(style)),
-        ]
-    )
-    contents = tag(
-        "nav", tag("ul", *(tag("li", tag("a", name, href=f"#{at}")) for at, name in parts)), aria_label="Contents"
-    )
+    head = tag("head", META, tag("title", f"{title} · oneround"), tag("style", Html(style)))
+    links = (tag("li", tag("a", each.title, href=f"#{each.name}")) for each in parts)
+    contents = tag("nav", tag("ul", *links), aria_label="Contents")
     top = tag("header", tag("p", "oneround report", class_="kind"), tag("h1", title), tag("p", subtitle), contents)
-    page = together([tag("a", "Skip to the content", href="#content", class_="skip"), top, tag("main", body, id="content", tabindex="-1")])  # fmt: skip
-    return f"<!DOCTYPE html>\n{tag('html', tag('head', head), tag('body', page), lang='en')}\n"
+    skip = tag("a", "Skip to the content", href="#content", class_="skip")
+    main = tag("main", preface, *(_section(each, 2) for each in parts), id="content", tabindex="-1")
+    return f"<!DOCTYPE html>\n{tag('html', head, tag('body', skip, top, main), lang='en')}\n"

@@ -1,4 +1,4 @@
-"""From values to places on an axis, with the round numbers to write beside it."""
+"""Scales of a chart's axes: positions of values, and round numbers for the ticks."""
 
 from __future__ import annotations
 

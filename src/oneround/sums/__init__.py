@@ -1,23 +1,23 @@
-"""Statistics that add: sums over every client's images of fixed features, and what follows from their total."""
+"""Additive statistics: sums of fixed features over the clients' images, and ridge regression on their total."""
 
-from oneround.sums.features import EXPONENT, announce, constants_of, evened, exponent_of, features_of
+from oneround.sums.features import EXPONENT, constants_of, exponent_of, feature_extras, features_of, rescale
 from oneround.sums.gather import gather, steps_of
-from oneround.sums.moments import Moments, check_room, expected, packed, unpacked
+from oneround.sums.moments import Moments, check_memory, expected, packed, unpacked
 from oneround.sums.solve import Solution, solve
 
 __all__ = [
     "EXPONENT",
     "Moments",
     "Solution",
-    "announce",
-    "check_room",
+    "check_memory",
     "constants_of",
-    "evened",
     "expected",
     "exponent_of",
+    "feature_extras",
     "features_of",
     "gather",
     "packed",
+    "rescale",
     "solve",
     "steps_of",
     "unpacked",

@@ -1,8 +1,7 @@
-"""The fixed features a recipe asks for, the same at every site: built from the seed, or carried in the broadcast."""
+"""The fixed features of a recipe, the same at every site: built from the seed, or sent in the broadcast."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from functools import lru_cache
@@ -10,31 +9,31 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from oneround.config.recipe import Federated
+from oneround.data.images import Shape
 from oneround.errors import ProtocolError
-from oneround.models.features import Constants, Features, FeaturesPart, Shape, Symmetric, features
-from oneround.models.leaves import dead_leaves
-from oneround.recipe import Federated
+from oneround.models.dead_leaves import dead_leaves
+from oneround.models.features import Constants, Features, FeaturesPart, Symmetric, checksum, features
 from oneround.sums.moments import Moments
 
 CHECK = "features.check"
 EXPONENT = "sums.exponent"
-PROCEDURAL = 32  # images that features are tried on
+PROCEDURAL = 32  # images that the size of features is measured on
 
 
-def announce(part: FeaturesPart, constants: Constants) -> dict[str, Tensor]:
-    """What a broadcast says of the features: the constants, or a checksum of those every site makes itself."""
+def feature_extras(part: FeaturesPart, constants: Constants) -> dict[str, Tensor]:
+    """The broadcast's extras for features: their constants, or a checksum of constants that every site makes itself."""
     if part.from_seed:
         return {CHECK: _checksum(constants)}
     return {f"features.{name}": value for name, value in constants.items()}
 
 
 def constants_of(recipe: Federated, shape: Shape, extras: Mapping[str, Tensor]) -> Constants:
-    """The features' constants at a site that received these extras."""
-    assert recipe.sums is not None
-    part = features.of(recipe.sums.features)
+    """The features' constants, at a site that received these extras."""
+    part = features.of(recipe.summed.features)
     if not part.from_seed:
         return {name.removeprefix("features."): value for name, value in extras.items() if name.startswith("features.")}
-    made = _made(part, shape, recipe.seeds.initialisation)
+    made = _from_seed(part, shape, recipe.seeds.initialisation)
     if CHECK in extras and not torch.equal(_checksum(made), extras[CHECK]):
         raise ProtocolError(
             f"sums.features = {part.kind}: seed {recipe.seeds.initialisation} gives other features here than at the server; "
@@ -44,40 +43,34 @@ def constants_of(recipe: Federated, shape: Shape, extras: Mapping[str, Tensor]) 
 
 
 def features_of(recipe: Federated, shape: Shape, constants: Constants) -> Features:
-    """The module, mirror images taken into account as the recipe says."""
-    assert recipe.sums is not None
-    built = features.of(recipe.sums.features).build(shape, constants).eval().requires_grad_(False)
-    return Symmetric(built) if recipe.sums.mirror == "features" else built
+    """The features' module, averaged over mirror images where the recipe says so."""
+    built = features.of(recipe.summed.features).build(shape, constants).eval().requires_grad_(False)
+    return Symmetric(built) if recipe.summed.mirror == "features" else built
 
 
 @torch.inference_mode()
 def exponent_of(recipe: Federated, shape: Shape, constants: Constants, mean: float, std: float) -> Tensor:
-    """About how large the features are, as a power of two: tried on procedural images, so it tells nothing of data."""
+    """The approximate size of the features as a power of two, measured on procedural images, so it discloses no data."""
     channels, height, width = shape
-    made = dead_leaves(PROCEDURAL, channels, max(height, width), recipe.seeds.initialisation)[:, :, :height, :width]
-    seen = features_of(recipe, shape, constants)((torch.from_numpy(made).float() - mean) / std)
-    size = float(seen.double().square().mean().sqrt())
+    images = dead_leaves(PROCEDURAL, channels, max(height, width), recipe.seeds.initialisation)[:, :, :height, :width]
+    outputs = features_of(recipe, shape, constants)((torch.from_numpy(images).float() - mean) / std)
+    size = float(outputs.double().square().mean().sqrt())
     return torch.tensor(round(math.log2(size)) if 0 < size < math.inf else 0)
 
 
-def evened(moments: Moments, extras: Mapping[str, Tensor], *, back: bool = False) -> Moments:
-    """Sums of features brought to a size of about 1, as the broadcast says; or brought back."""
+def rescale(moments: Moments, extras: Mapping[str, Tensor], *, back: bool = False) -> Moments:
+    """Sums of features rescaled to a size of about 1 by the broadcast's exponent; `back` undoes it."""
     exponent = int(extras.get(EXPONENT, 0))
     return moments.scaled(exponent if back else -exponent)
 
 
 @lru_cache(maxsize=4)
-def _made(part: FeaturesPart, shape: Shape, seed: int) -> Constants:
-    """Once for all clients of a process, whoever asks first."""
+def _from_seed(part: FeaturesPart, shape: Shape, seed: int) -> Constants:
+    """The constants, made once per process."""
     with torch.inference_mode(False):
         return part.make(shape, seed, None)
 
 
 def _checksum(constants: Constants) -> Tensor:
     """SHA-256 as 32 bytes."""
-    digest = hashlib.sha256()
-    for name in sorted(constants):
-        digest.update(
-            f"{name}:{tuple(constants[name].shape)}".encode() + constants[name].contiguous().numpy().tobytes()
-        )
-    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(checksum(constants)), dtype=torch.uint8)

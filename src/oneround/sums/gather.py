@@ -1,4 +1,4 @@
-"""One pass over a site's images: features of a few images at a time, added into the sums and forgotten."""
+"""One pass over a site's images: features of one block at a time are added to the sums and dropped."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from oneround.data import Images
-from oneround.models.features import Features, in_parts
-from oneround.sums.moments import Moments, check_room, exact, mirror_
+from oneround.models.features import Features, in_batches
+from oneround.sums.moments import Moments, check_memory, exact, mirror_
 
-ROWS = 512  # images whose features are held at a time
-COLUMNS = 1024  # of the Gram matrix are worked on at a time, so what a product needs stays small
+ROWS = 512  # images per block
+COLUMNS = 1024  # of the Gram matrix per product, to bound temporary memory
 
 
 def steps_of(images: int) -> int:
-    """How many blocks a pass over that many images has."""
+    """Number of blocks in a pass over that many images."""
     return math.ceil(images / ROWS)
 
 
@@ -31,32 +31,31 @@ def gather(
     std: float,
     *,
     mirrored: bool = False,
-    told: Callable[[int], None] = lambda done: None,
+    on_progress: Callable[[int], None] = lambda done: None,
 ) -> Moments:
-    """The sums over a site's images; features in fp32, products and sums in float64, which hardly any partition can disturb.
+    """The sums over a site's images: features in fp32, products and sums in float64, so results hardly depend on the partition.
 
-    `mirrored`: the mirror image of every image counts too. `told` hears how many blocks are done.
+    `mirrored`: the mirror image of every image counts too. `on_progress` receives the number of finished blocks.
     """
     device = data.pixels.device
     where = exact(device)
-    check_room(features.size)
+    check_memory(features.size)
     sums = Moments.zero(features.size, classes, where)
-    for done, labels in enumerate(data.labels.split(ROWS)):
-        images = (data.pixels[done * ROWS : done * ROWS + ROWS].float() / 255 - mean) / std
-        for flipped in (False, True) if mirrored else (False,):
-            given = images.flip(3) if flipped else images
-            seen = in_parts(features, given, features.at_once, features.size)
-            _add(sums, seen.to(where).double(), F.one_hot(labels.to(where), classes).double())
-        told(done + 1)
+    blocks = zip(data.batches(device, mean, std, ROWS), data.labels.split(ROWS), strict=True)
+    for done, (images, labels) in enumerate(blocks, start=1):
+        for batch in (images, images.flip(3)) if mirrored else (images,):
+            outputs = in_batches(features, batch, features.at_once, features.size)
+            _add(sums, outputs.to(where).double(), F.one_hot(labels.to(where), classes).double())
+        on_progress(done)
     mirror_(sums.gram)
     return sums
 
 
-def _add(sums: Moments, seen: Tensor, labels: Tensor) -> None:
-    """Only the upper triangle of the Gram matrix is summed."""
-    for start in range(0, seen.shape[1], COLUMNS):
+def _add(sums: Moments, outputs: Tensor, labels: Tensor) -> None:
+    """Add one block; only the upper triangle of the Gram matrix is summed."""
+    for start in range(0, outputs.shape[1], COLUMNS):
         end = start + COLUMNS
-        sums.gram[start:end, start:] += seen[:, start:end].T @ seen[:, start:]
-    sums.cross.add_(seen.T @ labels)
-    sums.total.add_(seen.sum(0))
+        sums.gram[start:end, start:] += outputs[:, start:end].T @ outputs[:, start:]
+    sums.cross.add_(outputs.T @ labels)
+    sums.total.add_(outputs.sum(0))
     sums.counts.add_(labels.sum(0))

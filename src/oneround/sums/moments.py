@@ -1,7 +1,7 @@
-"""Sums over images: Σφφᵀ, Σφyᵀ, Σφ and the number of images of each class. They add, they subtract, and they travel.
+"""Sums over images: Σφφᵀ, Σφyᵀ, Σφ and the number of images of each class. They add, subtract and are packed for uploads.
 
-Exact in float64 here. An upload carries Σφ and, around the client's own mean, the triangle of Σφφᵀ in fp32: rounding there is
-small against what counts, the spread, and the server adds the means back in float64. Smaller uploads divide the triangle by its
+They are float64 here. An upload carries Σφ in float64 and, around the client's own mean, the triangle of Σφφᵀ in fp32. Rounding
+there is small relative to the spread, and the server adds the means back in float64. Smaller uploads divide the triangle by its
 diagonal and round it to 16 bits, or send only its leading directions and the rest as a diagonal (a sketch).
 """
 
@@ -13,16 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oneround.config.recipe import Federated
+from oneround.config.sections import Sums
 from oneround.errors import RecipeError
-from oneround.recipe import Federated
-from oneround.sections import Sums
+from oneround.models.prototype import Layout
 
-Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 TYPES = {"fp32": torch.float32, "int16": torch.int16, "fp16": torch.float16, "bf16": torch.bfloat16}
 STEPS = 32767  # of an int16, from 0 to 1
+BLOCK = 1024  # rows of Σφφᵀ handled at once
 CHECK = "check"
-CHECKED = 8  # zeros that are masked along
-MATRICES = 3  # as large as Σφφᵀ, in float64: the sums, what is added to them or solved, and what that takes
+CHECKED = 8  # zeros that are masked too, to check that masks cancel
+MATRICES = 3  # as large as Σφφᵀ, in float64: the sums, an addend or a solution, and workspace
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ class Moments:
         return Moments(*(mine + its for mine, its in zip(self._all, other._all, strict=True)))
 
     def __sub__(self, other: Moments) -> Moments:
-        """What the sums were without somebody."""
+        """The sums without another client's."""
         return Moments(*(mine - its for mine, its in zip(self._all, other._all, strict=True)))
 
     def include(self, other: Moments) -> None:
-        """Add in place: one set of sums in memory, however many clients there are."""
+        """Add in place: one set of sums in memory for any number of clients."""
         for mine, its in zip(self._all, other._all, strict=True):
             mine += its.to(mine.device)
 
@@ -79,59 +80,55 @@ class Moments:
 
 
 def exact(device: torch.device) -> torch.device:
-    """Where to add: on the device, unless it has no float64."""
+    """The device to add on: this one, unless it has no float64."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
-def check_room(size: int) -> None:
-    """Refuse features whose sums this machine could not hold."""
+def check_memory(size: int) -> None:
+    """Refuse features whose sums do not fit into this machine's memory."""
     try:
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
-        return  # a system that does not say
+        return  # the system does not report its memory
     needed = MATRICES * torch.float64.itemsize * size**2
-    if needed > there:
-        fits = int((there / MATRICES / torch.float64.itemsize) ** 0.5) // 1000 * 1000
+    if needed > memory:
+        fits = int((memory / MATRICES / torch.float64.itemsize) ** 0.5) // 1000 * 1000
         raise RecipeError(
             f"sums.features.size = {size}: adding and solving take {needed / 1e9:.3g} GB of memory, this machine has "
-            f"{there / 1e9:.3g} GB; take {fits} or less"
+            f"{memory / 1e9:.3g} GB; take {fits} or less"
         )
 
 
-def expected(recipe: Federated, size: int, classes: int) -> Expected:
-    """Names, shapes and types of the sums in an upload; nothing where the recipe asks for none."""
+def expected(recipe: Federated, size: int, classes: int) -> Layout:
+    """Names, shapes and types of the sums in an upload; empty where the recipe asks for none."""
     if recipe.sums is None:
         return {}
-    if recipe.sums.secure:
-        return masked_layout(size, classes)
-    wanted: Expected = {
+    triangle = (size * (size + 1) // 2,)
+    if recipe.sums.secure:  # integers modulo 2⁶⁴, and zeros that check that the masks cancel
+        shapes = {"triangle": triangle, "cross": (size, classes), "total": (size,), "counts": (classes,)}
+        return {name: (shape, torch.int64) for name, shape in {**shapes, CHECK: (CHECKED,)}.items()}
+    layout: Layout = {
         "cross": ((size, classes), torch.float32),
         "total": ((size,), torch.float64),
         "counts": ((classes,), torch.float32),
     }
-    kept, dtype = recipe.sums.rank, TYPES[recipe.sums.precision]
-    if kept is not None:
-        return wanted | {"directions": ((min(kept, size), size), dtype), "rest": ((size,), torch.float32)}
-    wanted["triangle"] = ((size * (size + 1) // 2,), dtype)
-    return wanted if dtype == torch.float32 else wanted | {"diagonal": ((size,), torch.float32)}
+    rank, dtype = recipe.sums.rank, TYPES[recipe.sums.precision]
+    if rank is not None:
+        return layout | {"directions": ((min(rank, size), size), dtype), "rest": ((size,), torch.float32)}
+    layout["triangle"] = (triangle, dtype)
+    return layout if dtype == torch.float32 else layout | {"diagonal": ((size,), torch.float32)}
 
 
-def masked_layout(size: int, classes: int) -> Expected:
-    """The same under masks: numbers that are added modulo 2⁶⁴, and zeros that tell whether the masks cancel."""
-    shapes = {"triangle": (size * (size + 1) // 2,), "cross": (size, classes), "total": (size,), "counts": (classes,)}
-    return {name: (shape, torch.int64) for name, shape in {**shapes, CHECK: (CHECKED,)}.items()}
-
-
-def packed(moments: Moments, how: Sums) -> dict[str, Tensor]:
-    """As an upload carries them, on the CPU."""
+def packed(moments: Moments, options: Sums) -> dict[str, Tensor]:
+    """The sums as an upload carries them, on the CPU."""
     centred = moments.around(moments.total / moments.samples)
-    gram, dtype = centred.gram, TYPES[how.precision]
+    gram, dtype = centred.gram, TYPES[options.precision]
     sent, diagonal = {"cross": centred.cross.float(), "counts": moments.counts.float()}, gram.diagonal().clamp(min=0)
-    if how.rank is not None:
+    if options.rank is not None:
         values, vectors = torch.linalg.eigh(gram)
-        kept = values.clamp(min=0).sqrt().flip(0)[: how.rank, None] * vectors.T.flip(0)[: how.rank]
-        kept = kept.to(dtype)
-        sent |= {"directions": kept, "rest": (diagonal - kept.double().square().sum(0)).clamp(min=0).float()}
+        directions = values.clamp(min=0).sqrt().flip(0)[: options.rank, None] * vectors.T.flip(0)[: options.rank]
+        sent["directions"] = directions.to(dtype)
+        sent["rest"] = (diagonal - sent["directions"].double().square().sum(0)).clamp(min=0).float()
     elif dtype == torch.float32:
         sent["triangle"] = triangle_of(gram)
     else:
@@ -140,22 +137,22 @@ def packed(moments: Moments, how: Sums) -> dict[str, Tensor]:
 
 
 def unpacked(sent: dict[str, Tensor], device: torch.device | str = "cpu") -> Moments:
-    """The sums again, in float64."""
-    there = {name: value.to(device).double() for name, value in sent.items() if name != "triangle"}
-    if "directions" in there:
-        gram = there["directions"].T @ there["directions"]
-        gram.diagonal().add_(there["rest"])
+    """The sums of an upload, in float64."""
+    decoded = {name: value.to(device).double() for name, value in sent.items() if name != "triangle"}
+    if "directions" in decoded:
+        gram = decoded["directions"].T @ decoded["directions"]
+        gram.diagonal().add_(decoded["rest"])
     else:
-        gram = square_of(sent["triangle"].to(device), len(there["total"]))
+        gram = square_of(sent["triangle"].to(device), len(decoded["total"]))
         if sent["triangle"].dtype == torch.int16:
             gram /= STEPS
-        if "diagonal" in there:
-            scale = _scale(there["diagonal"])
+        if "diagonal" in decoded:
+            scale = _scale(decoded["diagonal"])
             gram.mul_(scale).mul_(scale[:, None])
-            gram.diagonal().copy_(there["diagonal"])
-    nothing = torch.zeros_like(there["total"])
-    back = -there["total"] / there["counts"].sum()
-    return Moments(gram, there["cross"], nothing, there["counts"]).around(back)
+            gram.diagonal().copy_(decoded["diagonal"])
+    zero = torch.zeros_like(decoded["total"])
+    back = -decoded["total"] / decoded["counts"].sum()
+    return Moments(gram, decoded["cross"], zero, decoded["counts"]).around(back)
 
 
 def _scale(diagonal: Tensor) -> Tensor:
@@ -164,7 +161,7 @@ def _scale(diagonal: Tensor) -> Tensor:
 
 
 def triangle_of(gram: Tensor, dtype: torch.dtype = torch.float32, scale: Tensor | None = None) -> Tensor:
-    """(D(D+1)/2,): the upper triangle, row by row, divided by `scale` both ways; nothing as large as the matrix is made."""
+    """(D(D+1)/2,): the upper triangle, row by row, divided by `scale` both ways; without a copy of the matrix."""
     out = torch.empty(len(gram) * (len(gram) + 1) // 2, dtype=dtype, device=gram.device)
     at = 0
     for row in range(len(gram)):
@@ -185,10 +182,10 @@ def square_of(triangle: Tensor, size: int) -> Tensor:
     return gram
 
 
-def mirror_(gram: Tensor, block: int = 1024) -> None:
+def mirror_(gram: Tensor) -> None:
     """Fill the lower triangle from the upper one, in place, a block at a time."""
-    for start in range(0, len(gram), block):
-        end = start + block
+    for start in range(0, len(gram), BLOCK):
+        end = start + BLOCK
         gram[end:, start:end] = gram[start:end, end:].T
         corner = gram[start:end, start:end].triu()
         gram[start:end, start:end] = corner + corner.triu(1).T

@@ -5,7 +5,8 @@ With Gᶜ = Σφφᵀ − ssᵀ/n and Mᶜ = Σφyᵀ − s·n_c/n,
     GCV(λ) = n·RSS(λ) / (n − df(λ))²,  df = 1 + tr(Gᶜ(Gᶜ + λI)⁻¹),  RSS = tr(YᶜᵀYᶜ) − 2tr(WᵀMᶜ) + tr(WᵀGᶜW)
 
 (Golub, Heath and Wahba, 1979); the trace is estimated with random signs (Hutchinson, 1989), which the Cholesky factor makes
-cheap, and computed where n − df is so small that the estimate would not do. Nothing but sums enters, so the pooled answer comes out whoever held which image.
+cheap, and computed exactly where n − df is too small for the estimate. Only sums enter, so the result is the pooled one for any
+partition.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from torch import Tensor
 from oneround.errors import RunError
 from oneround.sums.moments import Moments
 
-STEP = 10**0.25  # from one λ to the next
-START = 1e-2  # times the mean of the diagonal
-STEPS = 32  # of a search at most, either way
-PROBES = 64  # random vectors; the trace is off by √(2·df/64) or less, 10 of 3,000
-CLOSE = 25  # times that: where n − df is no more, the trace is computed
+STEP = 10**0.25  # ratio of one λ to the next
+START = 1e-2  # first λ, relative to the mean of the diagonal
+STEPS = 32  # at most, in each direction of the search
+PROBES = 64  # random vectors; the standard error of the trace is √(2·df/64) or less, 10 of 3,000
+CLOSE = 25  # standard errors: where n − df is smaller, the trace is computed exactly
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A linear classifier of features, (φ − centre)·W + b, and how it was found."""
+    """A linear classifier of features, (φ − centre)·W + b, and how it was chosen."""
 
     centre: Tensor
     """(D,) the features' mean, float64"""
@@ -41,13 +42,13 @@ class Solution:
     freedom: float
     """Effective degrees of freedom"""
     noise: float
-    """Mean squared error of a score that is to be expected of a new image: GCV"""
+    """Expected mean squared error of a score on a new image: GCV"""
 
 
 def solve(moments: Moments, penalty: float | None = None, copies: int = 1) -> Solution:
     """The ridge solution; `penalty` (relative to the mean of the diagonal) left out: chosen by cross-validation.
 
-    `copies` of every image are in the sums (2 with mirror images): that many fewer are independent.
+    `copies`: how often every image is in the sums (2 with mirror images); only one of them is independent.
     """
     problem = _Problem(moments, copies)
     return problem.best() if penalty is None else problem.at(penalty)
@@ -57,7 +58,7 @@ class _Problem:
     def __init__(self, moments: Moments, copies: int) -> None:
         self.n = moments.samples
         if self.n < 1:
-            raise RunError("ridge: the sums are over no images at all; nobody is left to learn from")
+            raise RunError("ridge: the sums contain no images")
         self.images = self.n / copies
         self.copies = copies
         self.mean, self.priors = moments.total / self.n, moments.counts / self.n
@@ -71,18 +72,18 @@ class _Problem:
         self.probed = self.gram @ self.probes
 
     def at(self, penalty: float) -> Solution:
-        """For this λ, or the next larger one that can be had: sums rounded to 16 bits may need more than asked for."""
+        """The solution for this λ, or for the next larger one that has a solution: sums rounded to 16 bits may need it."""
         for step in range(STEPS):
-            found = self._try(penalty * STEP**step)
-            if found is not None:
-                return found
+            solution = self._try(penalty * STEP**step)
+            if solution is not None:
+                return solution
         raise RunError(
-            f"ridge: the sums are no second moments of any features, not even λ = {penalty * STEP**STEPS:.2g} helps; "
+            f"ridge: the sums are not a valid second-moment matrix, not even with λ = {penalty * STEP**STEPS:.2g}; "
             "leave out whoever sent something else (--without CLIENT)"
         )
 
     def best(self) -> Solution:
-        """Downhill in steps of λ, first one way, then the other; from where there is anything left to go by."""
+        """Descend GCV in steps of λ, first one way, then the other, from a λ whose GCV is finite."""
         best = self.at(START)
         for step in range(1, STEPS):
             if self._error(best) < math.inf:
@@ -91,10 +92,10 @@ class _Problem:
         start = best.penalty
         for factor in (1 / STEP, STEP):
             for step in range(1, STEPS):
-                found = self._try(start * factor**step)
-                if found is None or self._error(found) >= self._error(best):
+                solution = self._try(start * factor**step)
+                if solution is None or self._error(solution) >= self._error(best):
                     break
-                best = found
+                best = solution
             if best.penalty != start:
                 break
         return best
@@ -115,13 +116,13 @@ class _Problem:
         return Solution(self.mean, weights, self.priors, penalty, freedom, noise)
 
     def _trace(self, factor: Tensor, penalty: float) -> float:
-        """tr(Gᶜ(Gᶜ + λI)⁻¹), from the Cholesky factor of what is inverted."""
-        guess = float((self.probes * torch.cholesky_solve(self.probed, factor)).sum()) / PROBES
-        off = math.sqrt(2 * max(guess, 1.0) / PROBES)
-        if self.images - 1 - guess > CLOSE * off:
-            return guess
+        """tr(Gᶜ(Gᶜ + λI)⁻¹), from the Cholesky factor of Gᶜ + λI."""
+        estimate = float((self.probes * torch.cholesky_solve(self.probed, factor)).sum()) / PROBES
+        error = math.sqrt(2 * max(estimate, 1.0) / PROBES)
+        if self.images - 1 - estimate > CLOSE * error:
+            return estimate
         return len(factor) - penalty * float(torch.cholesky_inverse(factor).diagonal().sum())
 
     def _error(self, solution: Solution) -> float:
-        """What λ is chosen by; where the fit uses up all images there is nothing to go by."""
+        """GCV, the criterion for λ; infinite where the fit uses up all degrees of freedom."""
         return math.inf if self.images - solution.freedom < 1 else solution.noise

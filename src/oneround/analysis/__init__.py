@@ -1,0 +1,1 @@
+"""Views of runs: statistics, comparison, tables, diagnosis."""

@@ -1,0 +1,145 @@
+"""Describes a method: its idea and formula, what crosses the network, what it needs beyond one round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from oneround import acts
+from oneround.config.load import Overrides, change, load, presets
+from oneround.config.recipe import Recipe
+from oneround.config.sections import Noise
+from oneround.formatting import format_bytes
+
+HIDES = "masks hide each client's sums and class counts: the server sees only their total over all clients, which is all it needs"
+MASKED = "that it took part; its sums and class counts only within the total over all clients"
+KEYS = "an exchange of public keys before the broadcast (32 bytes a site), and every site's upload: masks cancel only in the sum of all"
+
+
+@dataclass(frozen=True)
+class Method:
+    """One preset, described for a given network."""
+
+    recipe: Recipe
+    own: Mapping[str, Any]
+    """What its file says, apart from what it extends."""
+    traffic: acts.Traffic
+
+    @property
+    def about(self) -> dict[str, str]:
+        about: dict[str, str] = self.own.get("about", {})
+        return about
+
+    @property
+    def name(self) -> str:
+        return self.recipe.method
+
+    @property
+    def alias(self) -> str:
+        return self.about.get("alias", "")
+
+    @property
+    def idea(self) -> str:
+        return self.about.get("idea", "")
+
+    @property
+    def down(self) -> str:
+        return format_bytes(self.traffic.down)
+
+    @property
+    def up(self) -> str:
+        return format_bytes(self.traffic.up)
+
+    @property
+    def needs(self) -> list[str]:
+        """What it asks for beyond one broadcast and one upload."""
+        needs = [f"{self.recipe.rounds} rounds (not one-shot)"] if self.recipe.rounds > 1 else []
+        if self.recipe.public:
+            needs.append("public images")
+        if self.recipe.alignment and self.recipe.alignment.schedule.needs.other_clients:
+            needs.append("the other clients every epoch (simulation only)")
+        return needs + ([KEYS] if self.recipe.secure else [])
+
+    @property
+    def reveals(self) -> list[str]:
+        """What a site's upload discloses of its data."""
+        counts = self.recipe.reveal.class_counts
+        if self.recipe.secure:
+            return [MASKED]
+        revealed = ["what its network learned"] if self.recipe.trains else []
+        measured = "all that training measured" if counts is True else "the loss of every epoch"
+        if isinstance(counts, Noise):
+            revealed.append(f"class counts with Laplace noise (ε = {counts.epsilon:g})")
+        else:
+            revealed.append("class counts" if counts else "how many samples it has")
+        if self.recipe.trains:
+            revealed[-1] += f", {measured}"
+        by_rules = (
+            each for rule in acts.rules_of(self.recipe) if rule.discloses for each in rule.discloses.split("; ")
+        )
+        return list(dict.fromkeys([*revealed, *by_rules]))
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "name": self.name, **self.about, "parameters": self.traffic.parameters, "bytes_down": self.traffic.down,
+            "bytes_up": self.traffic.up, "needs": self.needs, "reveals": self.reveals, "recipe": self.recipe.plain(),
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """The method explained."""
+        recipe, base = self.recipe, self.own.get("extends")
+        differs = {key: value for key, value in self.own.items() if key not in ("about", "extends")}
+        encoding = "whole numbers of 64 bits" if recipe.secure else recipe.upload.encoding
+        often = f"in each of {recipe.rounds} rounds" if recipe.rounds > 1 else "once"
+        return [
+            f"{self.name}{f' ({self.alias})' if self.alias else ''}: {self.idea}",
+            "",
+            *([f"  {self.about['formula']}", ""] if "formula" in self.about else []),
+            f"  network: {self.down} down ({self._sent()}), {self.up} up ({self._returned()}; {encoding}), {often}",
+            f"  a site reveals: {'; '.join(self.reveals)}",
+            *([f"  {self._masks()}"] if recipe.sums else []),
+            f"  also needs: {', '.join(self.needs) or 'nothing'}",
+            f"  run it: oneround run {self.alias or self.name} --data cifar10 --clients 5 --alpha 0.05",
+            "",
+            f"  what it is made of{f', on top of {base}' if base else ''}:",
+            *(f"    {line}" for line in yaml.safe_dump(differs, sort_keys=False, allow_unicode=True).splitlines()),
+        ]
+
+    def _masks(self) -> str:
+        """What secure aggregation hides of the sums, or why it could not hide them."""
+        if self.recipe.trains:
+            return "secure aggregation of the sums is not available when networks are uploaded too: they disclose what masks would hide"
+        if self.recipe.secure:
+            return f"{HIDES}; not from a server that swaps keys, nor from all other clients together (docs/ridge.md)"
+        return f"with --set sums.secure=true --set reveal.class_counts=false {HIDES}"
+
+    def _sent(self) -> str:
+        parts = {
+            "initial weights": self.recipe.trains,
+            "anchors": self.recipe.alignment,
+            "feature bank": self.recipe.bank,
+            "reference features": self.recipe.reference,
+            "features or their seed": self.recipe.sums,
+        }
+        return ", ".join(word for word, sent in parts.items() if sent)
+
+    def _returned(self) -> str:
+        parts = {
+            "network": self.recipe.trains,
+            "sums of fixed features": self.recipe.sums and not self.recipe.secure,
+            "masked sums of fixed features and class counts": self.recipe.secure,
+            "class counts": not self.recipe.secure,
+            "statistics of the fusion rules": self.recipe.trains
+            and any(rule.discloses for rule in acts.rules_of(self.recipe)),
+        }
+        return ", ".join(word for word, sent in parts.items() if sent)
+
+
+def describe(name: str, model: str, classes: int, public: int, overrides: Overrides = ()) -> Method:
+    """A preset by name or alias, with bytes counted for an encoder (its own, if it names one), that many classes and public images."""
+    recipe = load(name, overrides)
+    recipe = change(recipe, {"model.encoder": model}) if recipe.trains and recipe.model.encoder is None else recipe
+    return Method(recipe, presets()[recipe.method], acts.traffic(recipe, classes, (3, 32, 32), public))

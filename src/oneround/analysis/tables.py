@@ -1,0 +1,204 @@
+"""Tables of a comparison: methods with verdicts, epochs × methods, λ per client, peaks, epochs to an accuracy, gradient cosines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from oneround.analysis.comparison import Entry, Group
+from oneround.analysis.sheets import VERDICT, Sheet
+from oneround.analysis.statistics import Comparison
+from oneround.errors import RecipeError
+from oneround.formatting import plural
+from oneround.runs.record import RunRecord
+
+
+def methods_sheet(group: Group, interest: float) -> Sheet:
+    """Methods: mean and interval, each partition, the paired difference and its verdict."""
+    named = "rule" if len(group.runs) == 1 < len(group.entries) else "method"
+    heads = [named, "mean ± 95 %", "each partition", f"minus {group.short(group.baseline)}", "p", "effect", VERDICT]
+    rows, data = [], []
+    for entry in group.entries:
+        tested = group.comparisons.get(entry.name)
+        by_partition = " ".join(f"{value:.1f}" for value in entry.summary.values)
+        cells = [group.short(entry), f"{entry.summary:.1f}", by_partition]
+        if tested is None:
+            cells += ["", "", "", "baseline"]
+        else:
+            effect = "" if tested.effect is None else f"{tested.effect:+.2f}"
+            p = "" if tested.corrected is None else f"{tested.corrected:.2g}"
+            cells += [f"{tested.difference:+.1f}", p, effect, tested.verdict(interest)]
+        rows.append(cells)
+        data.append(_plain(entry, tested, interest))
+    repeats = f", up to {group.repeats} repeats each, averaged first" if group.repeats > 1 else ""
+    notes = [f"test accuracy in %, {plural(len(group.seeds), 'partition')} (seeds {_listed(group.seeds)}){repeats}"]
+    if group.comparisons:
+        notes.append(
+            "differences are paired on the same partition; p: two-sided paired t-test, Holm-corrected for "
+            f"{plural(len(group.comparisons), 'comparison')}; effect: mean difference in standard deviations of the differences"
+        )
+    return Sheet(group.title, heads, rows, [*notes, *group.remarks], data)
+
+
+def _listed(seeds: Iterable[int]) -> str:
+    return ", ".join(map(str, seeds))
+
+
+def rounds_sheet(group: Group, every: int = 1) -> Sheet:
+    """Local epochs × methods, with the difference of each to the baseline."""
+    curves = {entry.name: entry.curve() for entry in group.entries}
+    entries = [entry for entry in group.entries if curves[entry.name]]  # clients alone are scored at the end only
+    if group.baseline not in entries:
+        raise RecipeError(f"--baseline {group.short(group.baseline)}: has no curve over epochs; choose a rule")
+    trained = [entry for entry in entries if entry.runs[0].trains] or entries
+    epochs = _shown(set.intersection(*(set(curves[entry.name]) for entry in trained)), every)
+    for entry in entries:
+        if not entry.runs[0].trains:  # one pass, the same at any epoch of the others
+            curves[entry.name] = dict.fromkeys(epochs, curves[entry.name][max(curves[entry.name])])
+    others = [entry for entry in entries if entry is not group.baseline]
+    base = curves[group.baseline.name]
+    heads = ["epoch", *(group.short(entry) for entry in entries), *(f"Δ {group.short(entry)}" for entry in others)]
+    rows = []
+    for epoch in epochs:
+        differences = (curves[entry.name][epoch] - base[epoch] for entry in others)
+        accuracies = (f"{curves[entry.name][epoch]:.2f}" for entry in entries)
+        rows.append([str(epoch), *accuracies, *(f"{difference:+.2f}" for difference in differences)])
+    note = f"mean test accuracy in % over partitions {_listed(group.seeds)}; Δ: minus {group.short(group.baseline)}"
+    return Sheet(f"{group.title}: accuracy over local epochs", heads, rows, [note], curves)
+
+
+def lambda_sheets(group: Group, every: int = 1) -> list[Sheet]:
+    """λ per client and epoch, for each method that has one, on its first partition."""
+    sheets = []
+    for method, (run, *_) in group.runs.items():
+        raw, effective = run.trace("lambda_raw"), run.trace("lambda_effective")
+        if not raw:
+            continue
+        epochs = _shown({epoch for trace in raw.values() for epoch in trace}, every)
+        same = raw == effective
+        shown = {} if same else effective
+        rows = [
+            [str(epoch), *(_lambda(raw[client].get(epoch), shown.get(client, {}).get(epoch)) for client in raw)]
+            for epoch in epochs
+        ]
+        note = f"partition {run.partition_seed}" + ("" if same else "; raw λ → truly effective λ")
+        title = f"λ of {method}" + (f", {group.setting}" if group.setting else "")
+        sheets.append(Sheet(title, ["epoch", *raw], rows, [note], {"raw": raw, "effective": effective}))
+    return sheets
+
+
+def peaks_sheet(group: Group) -> Sheet:
+    """Runs: growth of λ, and fall of accuracy from its peak."""
+    heads = ["method", "partition", "λ first → last", "most growth", "peak %", "final %", "drop"]
+    rows = []
+    for entry in group.entries:
+        for run in entry.runs:
+            curve = {epoch: 100 * value for epoch, value in run.curves.get(entry.rule, {}).items()}
+            if not curve:
+                raise RecipeError(f"{entry.name}: has no curve over epochs; choose a rule")
+            weights = [list(trace.values()) for trace in run.trace("lambda_raw").values()]
+            largest = max(weights, key=lambda values: values[-1], default=None)
+            growth = max((values[-1] / values[0] for values in weights if values[0] > 0), default=None)
+            peak, final = max(curve.values()), curve[max(curve)]
+            of_lambda = ["" if largest is None else f"{largest[0]:.3g} → {largest[-1]:.3g}"]
+            of_lambda += ["" if growth is None else f"× {growth:.3g}"]
+            of_accuracy = [f"{peak:.1f}", f"{final:.1f}", f"{peak - final:.1f}"]
+            rows.append([group.short(entry), str(run.partition_seed), *of_lambda, *of_accuracy])
+    notes = [
+        "λ raw, of the client whose λ is largest at the end; most growth: of any client, last epoch over first; peak: best snapshot, "
+        "seen on test data; drop: points from there to the end",
+        *group.remarks,
+    ]
+    return Sheet(f"{group.title}: growth of λ and fall of accuracy", heads, rows, notes)
+
+
+def goals_sheet(group: Group, goals: Sequence[float]) -> Sheet:
+    """Local epochs (rounds, where there are several) and seconds until every method reaches each accuracy in %."""
+    heads = ["method", "best", "final", *(f"to {goal:g} %" for goal in goals)]
+    rows, data = [], []
+    for entry in group.entries:
+        runs = [run for run in entry.runs if run.curves.get(entry.rule)]
+        if not runs:
+            continue  # clients alone are scored at the end only
+        curves = [{epoch: 100 * value for epoch, value in run.curves[entry.rule].items()} for run in runs]
+        best, final = _mean(max(curve.values()) for curve in curves), _mean(curve[max(curve)] for curve in curves)
+        reached = {
+            str(goal): [_first(run, curve, goal) for run, curve in zip(runs, curves, strict=True)] for goal in goals
+        }
+        rows.append([group.short(entry), f"{best:.1f}", f"{final:.1f}", *map(_soon, reached.values())])
+        data.append({"method": entry.method, "rule": entry.rule, "best": best, "final": final, "reached": reached})
+    if not rows:
+        raise RecipeError("none of these runs has a curve over epochs; --layout methods")
+    several = any(run.keys.get("rounds", 1) > 1 for entry in group.entries for run in entry.runs)
+    notes = [
+        f"mean over partitions {_listed(group.seeds)}; best: of all snapshots, seen on test data; {'rounds' if several else 'local epochs'} to "
+        "the first snapshot that reaches it, and seconds since the start, scoring included, on the machine it ran on",
+        *group.remarks,
+    ]
+    return Sheet(f"{group.title}: epochs to an accuracy", heads, rows, notes, data)
+
+
+def _first(run: RunRecord, curve: Mapping[int, float], goal: float) -> tuple[float, float | None] | None:
+    """Rounds or epochs until a run reaches an accuracy, and seconds if they are known."""
+    epoch = next((epoch for epoch in sorted(curve) if curve[epoch] >= goal), None)
+    if epoch is None:
+        return None
+    seconds = run.measurements.elapsed.get(epoch)
+    return (epoch / run.keys["training.epochs"] if run.keys.get("rounds", 1) > 1 else epoch), seconds
+
+
+def _soon(reached: Sequence[tuple[float, float | None] | None]) -> str:
+    hits = [each for each in reached if each is not None]
+    if not hits:
+        return "never"
+    seconds = [elapsed for _, elapsed in hits if elapsed is not None]
+    text = f"{_mean(at for at, _ in hits):.4g}" + (f" ({_mean(seconds):.0f} s)" if len(seconds) == len(hits) else "")
+    return text if len(hits) == len(reached) else f"{text}, {len(hits)} of {len(reached)}"
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
+
+
+def gradients_sheet(group: Group) -> Sheet:
+    """Cosines between the gradients of terms."""
+    rows, data = [], []
+    for method, runs in group.runs.items():
+        cosines: dict[str, list[float]] = {}
+        for run in runs:
+            for (pair, tensor), by_client in run.cosines().items():
+                values = [value for by_epoch in by_client.values() for value in by_epoch.values()]
+                cosines.setdefault(f"{pair} at {tensor}", []).extend(values)
+        for pair, values in sorted(cosines.items()):
+            below, mean = sum(value < 0 for value in values) / len(values), sum(values) / len(values)
+            rows.append([method, pair, f"{mean:+.3f}", f"{below:.0%}", str(len(values))])
+            data.append({"method": method, "pair": pair, "mean": mean, "below": below, "traced": len(values)})
+    if not rows:
+        raise RecipeError("none of these runs traced gradients (trace.every); --layout methods or rounds")
+    heads = ["method", "gradients of", "mean cosine", "below 0", "traced epochs"]
+    note = f"over clients and traced epochs of partitions {_listed(group.seeds)}"
+    return Sheet(f"{group.title}: angles between gradients", heads, rows, [note, *group.remarks], data)
+
+
+def _shown(epochs: Iterable[int], every: int) -> list[int]:
+    """The first epoch, those divisible by `every`, and the last."""
+    ordered = sorted(epochs)
+    return [epoch for epoch in ordered if epoch % every == 0 or epoch in (ordered[0], ordered[-1])]
+
+
+def _lambda(raw: float | None, effective: float | None) -> str:
+    """Raw and effective λ; empty where the log does not have it."""
+    if raw is None:
+        return ""
+    return f"{raw:.4f}" if effective is None else f"{raw:.4g} → {effective:.4g}"
+
+
+def _plain(entry: Entry, tested: Comparison | None, interest: float) -> dict[str, Any]:
+    row: dict[str, Any] = {"method": entry.method, "rule": entry.rule}
+    row |= {"mean": entry.summary.mean, "margin": entry.summary.margin}
+    row |= {"by_partition": dict(entry.accuracy), "runs": len(entry.runs)}
+    if tested is not None:
+        row |= {"difference": tested.difference.mean, "difference_margin": tested.difference.margin}
+        row |= {"p": tested.p, "p_holm": tested.corrected, "effect": tested.effect, "verdict": tested.verdict(interest)}
+    return row

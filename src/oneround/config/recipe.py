@@ -1,0 +1,365 @@
+"""The experiment as data.
+
+A recipe has two halves. The *federated* half says what everybody does (data, partition, model, training, objective,
+fusion, seeds); it is hashed and travels in the Broadcast. The *local* half says how this machine does it (paths, device,
+threads); it never leaves the site and never changes what is hashed.
+
+This file has the recipe and the checks across its sections; `sections.py` has the sections with every default. `load.py` turns
+presets, files and overrides into a `Recipe`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, field_validator, model_validator
+
+from oneround.config.parts import In, Part, PartitionPart, RulePart, Strict, slot
+from oneround.config.sections import (
+    Alignment,
+    Bank,
+    Companion,
+    Count,
+    Evaluation,
+    LabelNoise,
+    Model,
+    NotNegative,
+    Objective,
+    Participation,
+    Positive,
+    Queue,
+    Reference,
+    Reveal,
+    Safeguards,
+    Seeds,
+    Sending,
+    Sums,
+    Trace,
+    Training,
+)
+from oneround.errors import RecipeError
+
+FORMER_NAMES = {"rails": "safeguards"}
+"""Keys of older recipes, with their names today. Both are read; today's are written."""
+
+
+def current_name(key: str) -> str:
+    """The name today of a recipe key such as `rails.on_explosion`."""
+    section, dot, rest = key.partition(".")
+    return FORMER_NAMES.get(section, section) + dot + rest
+
+
+def with_current_names(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a recipe by their names of today; RecipeError where one has both names."""
+    twice = next((former for former, name in FORMER_NAMES.items() if former in raw and name in raw), None)
+    if twice is not None:
+        raise RecipeError(f"{twice} is the former name of {FORMER_NAMES[twice]}; give one of them")
+    return {FORMER_NAMES.get(key, key): value for key, value in raw.items()}
+
+
+class Federated(Strict):
+    """The half every site agrees on: hashed, and sent with the Broadcast."""
+
+    method: str = "custom"
+    """Name of the preset or of your own composition; a label."""
+    seeds: Seeds = Seeds()
+    data: Annotated[Part, In("data")] = Field(default="digits", validate_default=True)
+    """The data set: digits, mnist, fashion-mnist, cifar10, cifar100, svhn, tiny-imagenet, gtsrb, images, npz, arrays; sites: each its own."""
+    partition: Annotated[PartitionPart, In("partition")] = Field(default="dirichlet", validate_default=True)
+    """Who holds what."""
+    public: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the training images the server keeps for itself, taken out of every class before the partition."""
+    label_noise: LabelNoise | None = None
+    """Default: every label is as the data has it."""
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share held back to choose snapshots and options of rules by, and to judge clients by."""
+    validation_from: Literal["public", "clients"] | None = None
+    """Whose images are held back; default: the public ones if there are any, else every client's."""
+    model: Model = Model()
+    training: Training = Training()
+    objective: Objective = Field(default_factory=dict, validate_default=True)
+    alignment: Alignment | None = None
+    """Default: none."""
+    bank: Bank | None = None
+    """Default: none. Needs public images."""
+    queue: Queue | None = None
+    """Default: none."""
+    reference: Reference | None = None
+    """Default: none. Needs public images unless its source is a prior."""
+    companion: Companion | None = None
+    """Default: none. A larger network that learns beside the client's on the same machine (`mergenet`)."""
+    sums: Sums | None = None
+    """Default: none. With sums and an empty objective no network is trained at all."""
+    safeguards: Safeguards = Safeguards()
+    trace: Trace = Trace()
+    fusion: list[Annotated[RulePart, In("fusion")]] = Field(default=["iffi"], validate_default=True, min_length=1)
+    """Fusion rules: the first makes the global model, the others are scored beside it on the same uploads."""
+    rounds: Count = 1
+    """Real exchanges. The network that the first rule makes is where the next round starts; `training` describes one round."""
+    participation: Participation = Participation()
+    """Who trains in a round; all of them where there is only one."""
+    snapshots: Annotated[int, Field(ge=0)] = 10
+    """Epochs between snapshots (intermediate uploads, fused and scored); 0: only at the end. With several rounds: after every round."""
+    evaluation: Evaluation = Evaluation()
+    upload: Sending = Sending()
+    reveal: Reveal = Reveal()
+    quorum: Count | None = None
+    """Minimum number of uploads to fuse in a federation; default: all (`partition.clients`)."""
+    deadline: Positive | None = None
+    """Seconds a federation waits for all uploads; then it fuses if the quorum is reached. Default: wait until the quorum is reached."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_names(cls, raw: Any) -> Any:
+        return with_current_names(raw) if isinstance(raw, Mapping) else raw
+
+    @field_validator("fusion")
+    @classmethod
+    def _rules_once(cls, rules: list[RulePart]) -> list[RulePart]:
+        labels = [rule.label for rule in rules]
+        twice = next((label for label in labels if labels.count(label) > 1), None)
+        if twice is not None:
+            raise ValueError(f"names {twice} twice")
+        return rules
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Federated:
+        problem = next(self._problems(), None)
+        if problem is not None:
+            raise ValueError(problem)
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """What keeps this recipe from running: a part needs what nothing provides, or sections exclude each other."""
+        if not self.trains:
+            yield from self._problems_without_network()
+        if self.secure:
+            yield from self._problems_of_masks()
+        for rule in self.fusion:
+            if rule.needs.sums and self.sums is None:
+                yield f"fusion: {rule.kind} needs sums of fixed features; add sums: {{}}"
+        yield from self._problems_without_public_images()
+        for rule in self.fusion:
+            if rule.needs.validation and not self.validation:
+                yield f"fusion: {rule.kind} chooses on images the server holds back; set validation, for example validation: 0.1"
+        yield from self._problems_of_rounds()
+        if self.model.head == "linear":
+            yield from self._problems_of_a_linear_head()
+        shortest = sum(stage.epochs or 1 for stage in self.objective.stages)
+        if shortest > self.training.epochs:
+            yield (
+                f"training.epochs = {self.training.epochs}: must be ≥ {shortest}, as many as objective.stages name and one for each "
+                "that names none"
+            )
+        for name, term in self.objective.terms.items():
+            if term.needs.bank and self.bank is None:
+                yield f"objective.terms.{name}: needs bank; add bank: {{}} and public: 0.1"
+            if term.needs.reference and self.reference is None:
+                yield f"objective.terms.{name}: needs reference; add reference: {{}} and public: 0.1"
+        if self.queue is not None and not any(term.uses_queue for term in self.objective.terms.values()):
+            yield "queue: no term uses it; add supervised-contrastive or bank-contrastive to objective.terms"
+        if self.reveal.class_counts is not True and not self.secure:
+            yield from self._problems_of_hidden_counts()
+
+    def _problems_without_network(self) -> Iterator[str]:
+        """An empty objective leaves nothing to train: sums alone are sent."""
+        if self.sums is None:
+            known = ", ".join(sorted(slot("term").kinds))
+            yield f"objective.terms is empty: start from a preset (extends: fafi) or name terms ({known})"
+        for section in ("alignment", "bank", "queue", "reference", "companion"):
+            if getattr(self, section) is not None:
+                yield f"{section}: objective.terms is empty, so there is no network it could help; name terms"
+        for rule in self.fusion:
+            if rule.needs.network:
+                yield f"fusion: {rule.kind} needs networks, and objective.terms is empty; name terms, or use ridge"
+
+    def _problems_of_masks(self) -> Iterator[str]:
+        """Masked sums exclude whatever discloses what masks hide, and whatever leaves out a client."""
+        clients = self.partition.clients
+        if self.trains:
+            yield "sums.secure: networks disclose what masks hide; train none (extends: ridge), or leave secure out"
+        if self.reveal.class_counts is not False:
+            yield "sums.secure: class counts are under the masks too; set reveal.class_counts: false"
+        if self.rounds > 1:
+            yield f"rounds = {self.rounds}: sums.secure is for one round; set rounds: 1"
+        if clients is not None and clients < 2:
+            yield f"partition.clients = {clients}: sums.secure needs at least two, to mask for each other"
+        if self.quorum is not None and (clients is None or self.quorum < clients):
+            count = "" if clients is None else f"{clients} "
+            yield f"quorum = {self.quorum}: with sums.secure masks cancel only in the sum of all {count}clients; leave quorum out"
+
+    def _problems_without_public_images(self) -> Iterator[str]:
+        if self.public:
+            return
+        users = {
+            "sums.features: its patches come from public images": self.sums and self.sums.features.needs.public,
+            "validation_from: public: there are no public images": self.validation_from == "public",
+            "bank: its features come from public images": self.bank,
+            "reference: its features come from public images": self.reference and self.reference.source == "public",
+        }
+        users |= {f"fusion: {rule.kind} needs public images at the server": rule.needs.public for rule in self.fusion}
+        yield from (f"{user}; set public, for example public: 0.1" for user, uses in users.items() if uses)
+
+    def _problems_of_rounds(self) -> Iterator[str]:
+        for rule in self.fusion:
+            if rule.needs.rounds > self.rounds:
+                begins = rule.needs.rounds - 1
+                yield (
+                    f"rounds = {self.rounds}: fusion rule {rule.kind} begins in round {begins} (start_round) and does nothing after "
+                    f"the last, so it would never act; set rounds above {begins}, or every: 0"
+                )
+        if self.rounds == 1:
+            fraction = self.participation.fraction
+            if fraction < 1:
+                yield f"participation.fraction = {fraction:g}: with one round everybody takes part; set rounds above 1, or fraction: 1"
+            return
+        rounds, first = f"rounds = {self.rounds}", self.fusion[0]
+        if not first.makes_network:
+            yield (
+                f"{rounds}: {first.kind} makes no network that a next round could start from; "
+                "name average, mergenet or taught first in fusion, or set rounds: 1"
+            )
+        if self.companion is not None:
+            yield f"{rounds}: a companion starts over in every round; set rounds: 1, or use fusion: [mergenet]"
+        if self.objective.stages:
+            yield f"{rounds}: stages are for a single round; leave objective.stages out, or set rounds: 1"
+        if self.alignment is not None and self.alignment.schedule.needs.other_clients:
+            yield f"{rounds}: alignment.schedule = {self.alignment.schedule.kind} is for one round; choose another"
+
+    def _problems_of_a_linear_head(self) -> Iterator[str]:
+        """A linear head excludes everything that compares features with prototypes."""
+        if self.alignment is not None:
+            yield "model.head = linear: alignment pulls prototypes; leave it out, or set head: prototypes"
+        for rule in self.fusion:
+            if rule.needs.prototypes:
+                yield (
+                    f"model.head = linear: fusion rule {rule.kind} compares features with prototypes; set head: prototypes, "
+                    "or use average, logit-ensemble or entropy-gated"
+                )
+
+    def _problems_of_hidden_counts(self) -> Iterator[str]:
+        """Hidden class counts exclude rules that disclose them anyway, and rules that need them."""
+        disclosing = [rule.kind for rule in self.fusion if rule.discloses]
+        if disclosing:
+            yield (
+                f"reveal.class_counts: hides nothing while fusion has {disclosing[0]}, which makes sites send statistics of "
+                f"every class; leave out {', '.join(disclosing)}"
+            )
+        by_counts = [rule.kind for rule in self.fusion if rule.needs.class_counts]
+        if by_counts and self.reveal.class_counts is False:
+            yield (
+                f"reveal.class_counts: {by_counts[0]} uses class counts, and they are hidden; send them with noise "
+                f"(reveal.class_counts: {{epsilon: 1}}), or leave out {', '.join(by_counts)}"
+            )
+
+    @property
+    def encoder(self) -> Part:
+        """The encoder of a recipe that trains a network, once it is resolved for its data."""
+        if self.model.encoder is None:
+            raise RecipeError("model.encoder: not chosen yet; resolve the recipe for its data first (oneround.resolve)")
+        return self.model.encoder
+
+    @property
+    def summed(self) -> Sums:
+        """The section `sums` of a recipe that has one."""
+        if self.sums is None:
+            raise RecipeError("sums: this recipe has none; set sums, or start from the preset ridge")
+        return self.sums
+
+    @property
+    def epochs(self) -> int:
+        """Local epochs of the whole training, all rounds together."""
+        return self.rounds * self.training.epochs
+
+    @property
+    def trains(self) -> bool:
+        """Whether clients train a network; otherwise sums are all they send."""
+        return not self.objective.empty
+
+    @property
+    def secure(self) -> bool:
+        """Whether sums travel under masks."""
+        return self.sums is not None and self.sums.secure
+
+    @property
+    def clients_hold_back(self) -> bool:
+        """Whether it is the clients who hold images back for validation."""
+        return self.validation > 0 and (self.validation_from == "clients" or not self.public)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the federated half; the local half does not enter. Renamed keys enter by their former names."""
+        former = {name: former for former, name in FORMER_NAMES.items()}
+        return digest_of({former.get(key, key): value for key, value in self.plain().items()})
+
+    def plain(self) -> dict[str, Any]:
+        """The federated half as JSON-ready data."""
+        return self.model_dump(mode="json", include=set(Federated.model_fields))
+
+
+def digest_of(plain: dict[str, Any]) -> str:
+    """SHA-256 of a federated half in JSON-ready form."""
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+LocalPath = Annotated[Path | None, Field(strict=False)]
+
+
+class Local(Strict):
+    """The half that stays here: paths, and how this machine computes."""
+
+    data_path: LocalPath = None
+    """Folder with the data files, or the .npz file or image folder itself; default: the user's cache, filled by download."""
+    initial_weights: LocalPath = None
+    """A safetensors file to start from instead of random weights (server)."""
+    teacher_weights: LocalPath = None
+    """A safetensors file with the large network of `mergenet` and `taught`, instead of training it on public images (server)."""
+    frozen_encoder: LocalPath = None
+    """A safetensors file with the encoder whose features are summed, for `sums.features.kind: encoder` (server)."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Training arithmetic; auto: bf16 autocast on a GPU that has it, fp32 elsewhere."""
+    compile: bool = False
+    """Compile the network with TorchInductor; for encoders that have no fused kernels of their own."""
+    record: bool = True
+    """Record the training step as a CUDA graph and replay it (GPU only)."""
+    deterministic: bool = False
+    """Bit-equal repeats on a GPU (slower). On a CPU repeats are bit-equal anyway for a fixed number of threads."""
+    threads: Count | None = None
+    """CPU threads per client; default: 1 for small encoders (clients run side by side), all for large ones, at
+    most 4 beside a GPU."""
+    workers: Count | None = None
+    """Clients trained at once on a CPU; default: as many as threads per client allow."""
+    checkpoint_seconds: NotNegative = 30.0
+    """Save a client's state at the end of an epoch when the last save is older than this."""
+    sinks: list[Literal["tensorboard", "mlflow"]] = Field(default=[])
+    """Where metrics go besides metrics.jsonl."""
+    plugins: list[str] = Field(default=[])
+    """Python modules of yours that register parts."""
+
+
+class Recipe(Federated):
+    """One experiment, both halves."""
+
+    local: Local = Local()
+
+    @model_validator(mode="after")
+    def _clients_have_no_teacher(self) -> Recipe:
+        for name, term in self.objective.terms.items():
+            if term.needs.teacher:
+                raise ValueError(
+                    f"objective.terms.{name}: copies a teacher, and clients have none; distil at the server, fusion: [{{kind: distilled}}]"
+                )
+        return self
+
+    @property
+    def federated(self) -> Federated:
+        return Federated.model_validate(self.plain())
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,383 @@
+"""The sections of a recipe: what each is about, with every default. `recipe.py` puts them together."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from oneround.config.parts import GuardPart, In, Part, Strict, TermPart
+from oneround.errors import did_you_mean
+
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+
+FAFI = ("cross-entropy", "supervised-contrastive", "prototype-feature", "prototype-separation")
+
+
+class Seeds(Strict):
+    """Three independent sources of randomness; `--seed` sets them together."""
+
+    partition: Seed = 1
+    """Who holds what."""
+    initialisation: Seed = 1
+    """The weights and prototypes everybody starts from."""
+    training: Seed = 1
+    """Shuffles and augmentations."""
+
+
+class Model(Strict):
+    """The network every client trains: an encoder and one prototype per class."""
+
+    encoder: Annotated[Part, In("encoder")] | None = None
+    """`cnn`, `resnet18`, …; default: `cnn` for images of up to 16 pixels, `resnet18` above."""
+    head: Literal["prototypes", "linear"] = "prototypes"
+    """Scores are unit features times prototypes, or features times a matrix plus a bias, as networks usually end."""
+
+
+class Augment(Strict):
+    """Random views of every sample, drawn per sample and computed in batches on the device."""
+
+    crop_scale: list[Fraction] = Field(default=[0.2, 1.0], min_length=2, max_length=2)
+    """Range of the random resized crop's area."""
+    crop_ratio: list[Positive] = Field(default=[0.75, 4 / 3], min_length=2, max_length=2)
+    """Range of the crop's width over height."""
+    flip: Fraction | None = None
+    """Probability of a mirror image; default: 0.5, or 0 for data that a mirror changes (digits, signs)."""
+    brightness: Fraction = 0.4
+    contrast: Fraction = 0.4
+    saturation: Fraction = 0.4
+    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+    jitter: Fraction = 0.8
+    """Probability that the four colour changes are applied."""
+    greyscale: Fraction = 0.2
+    """Probability of a grey image."""
+    per_batch: bool = False
+    """Draw once per batch instead of per sample; only to reproduce code that did so."""
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Augment:
+        for name, (low, high) in (("crop_scale", self.crop_scale), ("crop_ratio", self.crop_ratio)):
+            if not 0 < low <= high:
+                raise ValueError(f"{name} must rise from above 0: [low, high]")
+        return self
+
+
+class Training(Strict):
+    """How a client trains; the defaults are the reference setting of FAFI and its descendants."""
+
+    epochs: Count = 50
+    batch_size: Count = 512
+    """Samples per step. A smaller client uses one batch of its own size."""
+    views: Literal[1, 2] = 2
+    """Random views of every sample in a step; contrastive terms want two."""
+    sampling: Literal["shuffle", "balanced"] = "shuffle"
+    """Every sample once an epoch, or every class the client holds equally often."""
+    last_batch: Literal["wrap", "keep", "drop"] = "wrap"
+    """An incomplete last batch is filled from the start of the same shuffle, kept short, or dropped."""
+    learning_rate: Positive = 0.05
+    schedule: Literal["constant", "cosine", "steps"] = "constant"
+    """Learning rate: constant or falling over the whole training, all rounds of it; or multiplied by `factor` after milestones."""
+    milestones: list[Count] = Field(default=[])
+    """Of `steps`: local epochs, counted anew in every round, after which the rate falls."""
+    factor: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Of `steps`: by what the rate is multiplied."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: NotNegative = 0.0
+    restart_optimizer: bool = True
+    """Forget momentum at the start of every epoch, as in the reference setting."""
+    clip_norm: NotNegative = 1.0
+    """Largest gradient norm; 0 switches clipping off."""
+    augment: Augment = Augment()
+
+    @model_validator(mode="after")
+    def _steps_have_milestones(self) -> Training:
+        if (self.schedule == "steps") != bool(self.milestones):
+            fix = (
+                "name milestones, for example [3, 8]"
+                if not self.milestones
+                else "set schedule: steps, or leave milestones out"
+            )
+            raise ValueError(f"schedule = {self.schedule} with milestones = {self.milestones}: {fix}")
+        if self.milestones != sorted(set(self.milestones)):
+            raise ValueError(f"milestones = {self.milestones}: must rise, each once")
+        return self
+
+
+class Participation(Strict):
+    """Who trains in a round."""
+
+    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the clients, drawn anew every round."""
+    minimum: Count = 2
+    """Minimum number of clients per round (all, if there are fewer)."""
+
+
+class Stage(Strict):
+    """A stretch of the training with its own choice of terms."""
+
+    share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Part of all local epochs it takes (at least one); the last stage takes the rest."""
+    epochs: Count | None = None
+    """Alternatively, its number of epochs."""
+    terms: dict[str, NotNegative] | None = None
+    """Which terms count, with their weights; default: all of them."""
+    align: bool = True
+    """Whether the alignment counts too."""
+
+
+class Objective(Strict):
+    """What a client minimises: a weighted sum of terms, all the time or stage by stage."""
+
+    terms: dict[str, Annotated[TermPart, In("term")]] = Field(default_factory=dict)
+    """By name, each with its options: `supervised-contrastive: {temperature: 0.07, weight: 1}`."""
+    stages: list[Stage] = Field(default=[])
+    """Default: one stage with every term."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_is_kind(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not isinstance(value.get("terms"), dict):
+            return value
+        named = {
+            name: {"kind": name, **(options or {})} if isinstance(options, dict | None) else options
+            for name, options in value["terms"].items()
+        }
+        return {**value, "terms": named}
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to minimise."""
+        return not any(term.weight for term in self.terms.values())
+
+    @model_validator(mode="after")
+    def _stages_follow(self) -> Objective:
+        for number, stage in enumerate(self.stages):
+            where, last = f"stages.{number}", number == len(self.stages) - 1
+            if (stage.share is None) + (stage.epochs is None) != (2 if last else 1):
+                rule = (
+                    "the last stage takes the rest: no share, no epochs"
+                    if last
+                    else "give share or epochs, one of both"
+                )
+                raise ValueError(f"{where}: {rule}")
+            for name in stage.terms or {}:
+                if name not in self.terms:
+                    hint = did_you_mean(name, self.terms)
+                    raise ValueError(f"{where}.terms.{name}: no such term{hint} (terms: {', '.join(self.terms)})")
+            if stage.terms is not None and not any(stage.terms.values()):
+                raise ValueError(f"{where}.terms: no term counts; give at least one a weight above 0")
+        return self
+
+
+class Alignment(Strict):
+    """A pull towards fixed anchors that the server sends to all: L = L_base + λ·L_align."""
+
+    anchors: Annotated[Part, In("anchors")] = Field(default="etf", validate_default=True)
+    """`etf` (a simplex equiangular tight frame) or `random` unit vectors."""
+    target: Literal["prototypes", "features"] = "prototypes"
+    """What is pulled to the anchors."""
+    classes: Literal["all", "present"] = "all"
+    """Prototypes of all classes, or of those in the batch."""
+    distance: Literal["squared", "cosine"] = "squared"
+    """Mean squared difference over all entries, or 1 − cos."""
+    path: Literal["direct", "progressive"] = "direct"
+    """Pull to the anchors from the start, or to a point that moves from the initial prototypes to them."""
+    weight: Annotated[Part, In("weight")] = Field(default="fixed", validate_default=True)
+    """λ: `fixed`, `entropy`, `uncertainty`, `equilibrium`."""
+    schedule: Annotated[Part, In("schedule")] = Field(default="constant", validate_default=True)
+    """s(p) over the whole training: `constant`, `linear`, `cosine`, `consensus`."""
+    guard: Annotated[GuardPart, In("guard")] = Field(default="none", validate_default=True)
+    """What keeps a learned λ in bounds: `none`, `inverse-variance`, `hinge`, `clamp`."""
+
+    @model_validator(mode="after")
+    def _guard_fits(self) -> Alignment:
+        self.guard.check(self.weight)
+        return self
+
+
+class TeacherFeatures(Strict):
+    """Base of sections whose features come from a teacher trained on the server's public images."""
+
+    teacher_epochs: Count = 20
+    teacher: Objective = Field(default={"terms": {name: {} for name in FAFI}}, validate_default=True)
+    """What the teacher minimises; FAFI's four terms unless others are named."""
+
+    @model_validator(mode="after")
+    def _teacher_learns(self) -> TeacherFeatures:
+        if self.teacher.empty:
+            raise ValueError("teacher.terms is empty: leave teacher out, or name terms")
+        for name, term in self.teacher.terms.items():
+            for need in ("bank", "reference", "teacher"):
+                if getattr(term.needs, need):
+                    raise ValueError(
+                        f"teacher.terms.{name}: needs a {need}, which a teacher does not have; leave it out"
+                    )
+        return self
+
+
+class Bank(TeacherFeatures):
+    """Features of public images, made by a teacher that the server trains on them, sent to every site."""
+
+    size: Count = 4096
+    """How many features; all public images if there are fewer."""
+
+
+class Queue(Strict):
+    """A client's own past features, as more negatives of its contrastive terms."""
+
+    size: Count = 4096
+    warm_up: Annotated[int, Field(ge=0)] = 1
+    """Epochs whose features are not kept."""
+
+
+class Reference(TeacherFeatures):
+    """A distribution of features that the server sends to all, for the term `reference` to pull towards."""
+
+    source: Literal["public", "sphere", "simplex"] = "public"
+    """Features of public images by the server's teacher; unit vectors in all directions; or one point per class."""
+    size: Count = 1024
+    """How many features stand for the distribution."""
+
+
+class Adapter(Strict):
+    """Size and training of the adapter."""
+
+    width: Count = 64
+    """Of every attention head (d_attention)."""
+    heads: Count = 8
+    layers: Count = 2
+    attention_dropout: Fraction = 0.1
+    dropout: Fraction = 0.2
+    """In the feed-forward part. Dropout acts while the adapter learns, never in its output."""
+    rescale: bool = True
+    """Give every row the norm it had: the last layer norm makes rows of norm √columns, which batch norm hides but which slows
+    learning. False: as published."""
+    learning_rate: Annotated[NotNegative, Field(le=1e6)] = 0.001
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Of the learning rate, over all fusions."""
+    weight_decay: NotNegative = 0.01
+    """Not on biases and norms."""
+    clip_norm: Positive = 50.0
+    """Largest norm of the adapter's gradient."""
+
+
+class LargerNetwork(Strict):
+    """The teacher: the network that the students learn from."""
+
+    encoder: Annotated[Part, In("encoder")] = Field(default="resnet50", validate_default=True)
+    learning_rate: Positive = 0.05
+
+
+class Pair(Strict):
+    """A student's tensor and the teacher's tensor it attends to, by name."""
+
+    student: str
+    teacher: str
+
+
+class Companion(Strict):
+    """MergeNet on one machine: a larger network learns from the same batches and transfers its knowledge through an adapter."""
+
+    kind: Literal["mergenet"] = "mergenet"
+    teacher: LargerNetwork = Field(default_factory=LargerNetwork)
+    """Its encoder and learning rate; it begins with random weights."""
+    adapter: Adapter = Adapter()
+    pairs: list[Pair] = Field(default=[])
+    """As in the fusion rule `mergenet`."""
+    every: Count = 10
+    """Batches between two fusions."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_is_kind(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+
+class Sums(Strict):
+    """Sums over every client's images of fixed features: they add up to the sums of pooled data, however it is split."""
+
+    features: Annotated[Part, In("features")] = Field(default="patches", validate_default=True)
+    """φ: `patches` (from a seed, no real data) or `encoder` (a frozen network, sent with the broadcast)."""
+    mirror: Literal["none", "copies", "features"] | None = None
+    """Mirror images: `features` that are the same for both (half as many say as much), `copies` counted as images of their
+    own, or `none`; default: features, or none for data that a mirror changes (digits, signs)."""
+    precision: Literal["fp32", "int16", "fp16", "bf16"] = "fp32"
+    """Of the second moments in the upload; the 16-bit ones divide by the diagonal first and halve the upload. What is left lies
+    between -1 and 1, where 65,535 even steps (int16) round less than either kind of float."""
+    rank: Count | None = None
+    """Send only so many leading directions of the second moments and the rest as a diagonal; default: all, exactly."""
+    secure: bool = False
+    """Send the sums under pairwise masks that cancel in their total, which is all the server then sees; all clients must arrive."""
+
+    @model_validator(mode="after")
+    def _precision_fits(self) -> Sums:
+        if self.secure and (self.precision != "fp32" or self.rank is not None):
+            short = f"precision = {self.precision}" if self.precision != "fp32" else f"rank = {self.rank}"
+            raise ValueError(f"{short}: sums under masks are whole numbers of 64 bits; leave it out, or secure")
+        if self.rank is not None and self.precision == "int16":
+            raise ValueError(
+                "precision = int16: directions (rank) have no common scale; use fp16 with rank, or leave rank out"
+            )
+        return self
+
+    @property
+    def copies(self) -> int:
+        """How often every image is counted."""
+        return 2 if self.mirror == "copies" else 1
+
+
+class Safeguards(Strict):
+    """What training does about λ out of range, a loss that is not finite, or collapsed features."""
+
+    largest_weight: Positive = 1000.0
+    """The effective λ above which alignment counts as exploding."""
+    on_explosion: Literal["warn", "clamp", "stop"] = "warn"
+    """Warn and go on; hold λ at the limit (and drop the alignment of a client that diverges or collapses); or stop."""
+
+
+class Trace(Strict):
+    """How often the gradients of the terms are recorded."""
+
+    every: Annotated[int, Field(ge=0)] = 50
+    """Interval in steps, recorded at the end of an epoch; 0: never."""
+
+
+class Sending(Strict):
+    """How an upload travels, and how large it may be."""
+
+    encoding: Literal["fp32", "fp16", "int8"] = "fp32"
+    """As trained; half precision; or one byte per value with a scale per channel (one-dimensional tensors stay fp32)."""
+    largest_norm: Positive = 10.0
+    """A server refuses an upload with a tensor whose norm is more than so many times the broadcast's."""
+
+
+class Noise(Strict):
+    """Laplace noise on counts: ε-differential privacy for one sample more or less."""
+
+    epsilon: Positive
+    """The scale of the noise is 1/ε; smaller is more private."""
+
+
+class Reveal(Strict):
+    """What a site discloses besides what it learned."""
+
+    class_counts: bool | Noise = True
+    """How many samples of each class it has: as they are; false: only how many in all; `{epsilon: 1}`: with noise."""
+
+
+class Evaluation(Strict):
+    unnormalised: bool = False
+    """Feed test images as they are; only to reproduce code that normalised training images alone."""
+
+
+class LabelNoise(Strict):
+    """Wrong labels at some clients, to test how clients are judged."""
+
+    clients: Count = 1
+    """How many, drawn at random among those with data."""
+    share: Fraction = 0.4
+    """Of their labels, replaced by another class at random; those held back for validation as well."""

@@ -1,0 +1,263 @@
+"""Launches a server, a site or a whole local federation, prints its log and ends the processes that it starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import yaml
+
+from oneround.config.recipe import Recipe
+from oneround.errors import DataError, Interrupted, RunError
+from oneround.federate.keys import KeyFolder, check_dates, check_server_at, speaks_tls
+from oneround.federate.processes import Child, SuperLink, free_port, is_loopback, supernode, write_app
+from oneround.federate.sites import OUTCOME, REFUSED, SiteFile
+from oneround.formatting import duration
+
+PrintLine = Callable[[str], None]
+RECONNECT_PATIENCE = 90.0  # seconds; Flower keeps the connection of a killed site open for a minute
+SILENCE = 60.0  # seconds after which a site reports that it waits
+SENDING = 20.0  # seconds that a site's last replies may take
+LET_IN = "SuperNode ID"  # printed by a SuperNode when the server has accepted its key
+
+
+def run_server(
+    recipe: Recipe, folder: Path, host: str, port: int, keys: KeyFolder | None, print_line: PrintLine
+) -> None:
+    """Serve until the model is made or, started again on a finished run, until the late uploads are in."""
+    if keys:
+        keys.check_server()
+    elif not is_loopback(host):
+        raise DataError(
+            f"--insecure with --host {host}: only on this machine (127.0.0.1); for others make keys with oneround federate keys"
+        )
+    with _link(folder, host, port, keys) as link:
+        if keys:
+            link.register(keys.sites)
+        guard = (
+            f"encrypted, for the keys of {', '.join(keys.sites)}"
+            if keys
+            else "INSECURE: not encrypted, no keys asked for"
+        )
+        print_line(f"listening on {host}:{port}, {guard}")
+        _watch(_begin(link, recipe, folder), folder, print_line)
+
+
+def run_local(recipe: Recipe, folder: Path, print_line: PrintLine) -> None:
+    """Run a server and as many sites as the recipe's partition has clients on this machine, each in processes of its own."""
+    from oneround.runs.folder import client_name
+
+    count, port = num_sites(recipe), free_port()
+    with _link(folder, "127.0.0.1", port, None) as link, ExitStack() as stack:
+        for number in range(count):
+            name = client_name(number, count)
+            site = SiteFile(name=name, share=number, folder=(folder / "sites" / name).resolve(), local=recipe.local)
+            stack.callback(supernode(f"127.0.0.1:{port}", write_site(site)).start().stop)
+        print_line(
+            f"{count} sites and a server on this machine, port {port}; not encrypted, it never leaves the machine"
+        )
+        _watch(_begin(link, recipe, folder), folder, print_line)
+
+
+def num_sites(recipe: Recipe) -> int:
+    """The number of clients of the recipe's partition; where it does not say, the number of groups in the data."""
+    from oneround.data import load_dataset, partitions
+
+    partition = partitions.of(recipe.partition)
+    if partition.clients is not None:  # known without reading any image
+        return partition.clients
+    return partition.num_clients(load_dataset(recipe.data, recipe.local.data_path))
+
+
+def run_client(site: SiteFile, server: str, keys: KeyFolder | None, print_line: PrintLine) -> None:
+    """Take part until the server has counted the upload, or says why not."""
+    assert site.folder is not None
+    if site.data and ":" not in site.data and not Path(site.data).exists():
+        raise DataError(f"--data {site.data}: no such file or folder")
+    credentials = (keys.ca, keys.private(site.name)) if keys else None
+    _check_admission(server, credentials, print_line)
+    node = supernode(server, write_site(site), credentials)
+    refusal, log, before = site.folder / REFUSED, Tail(site.folder / "site.log"), _verdicts(site.folder)
+    started = heard = time.monotonic()
+    node.start()
+    print_line(f"{site.name}: connecting to {server}")
+    try:
+        while True:
+            refused, verdicts = refusal.exists(), _verdicts(site.folder) - before
+            if log.show(
+                print_line
+            ):  # after a look for the files that end the command: what led to them was logged first
+                heard = 0.0
+            if refused or verdicts:
+                _finish_replies(node)  # so that the server hears of it too
+                if refused:
+                    raise RunError(json.loads(refusal.read_text(encoding="utf-8"))["error"])
+                for path, _ in verdicts:
+                    verdict = json.loads(path.read_text(encoding="utf-8"))
+                    if verdict["counted"] != "yes":
+                        raise RunError(verdict["text"])
+                return
+            if node.ended:
+                _restart(node, site, time.monotonic() - started, print_line)
+            if heard and time.monotonic() - heard > SILENCE:
+                print_line(
+                    f"{site.name}: no word from the server for {duration(SILENCE)}; still waiting (is its run over?)"
+                )
+                heard = 0.0
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; the same command goes on where it was") from None
+    finally:
+        node.stop()
+
+
+def write_site(site: SiteFile) -> Path:
+    """Write the site's file into its folder, for its SuperNode; remove the refusal of an earlier start."""
+    assert site.folder is not None
+    site.folder.mkdir(parents=True, exist_ok=True)
+    (site.folder / REFUSED).unlink(missing_ok=True)
+    path = site.folder / "site.yaml"
+    path.write_text(yaml.safe_dump(site.model_dump(mode="json"), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    return path
+
+
+class Tail:
+    """New entries of a log, without the time they begin with."""
+
+    STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:,\d+)? ([A-Z]+) ", re.MULTILINE)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.at = path.stat().st_size if path.exists() else 0
+
+    def show(self, print_line: PrintLine) -> bool:
+        """Print the new entries, but no errors, which are raised; returns whether there are any."""
+        entries = self.entries()
+        for level, text in entries:
+            if level != "ERROR":
+                for line in (text if level in ("INFO", "") else f"{level} {text}").split("\n"):
+                    print_line(line)
+        return bool(entries)
+
+    def entries(self) -> list[tuple[str, str]]:
+        """Level and text of the new entries; a line without a time of its own belongs to the entry before it.
+
+        The level is empty where there is none before it, as in a log that another program wrote.
+        """
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self.at)
+            fresh = file.read()
+        complete = fresh[: fresh.rfind(b"\n") + 1]
+        self.at += len(complete)
+        before, *parts = self.STAMP.split(complete.decode(errors="replace"))
+        entries = [("", before), *zip(parts[::2], parts[1::2], strict=True)]
+        return [(level, text.removesuffix("\n")) for level, text in entries if text]
+
+
+@contextmanager
+def _link(folder: Path, host: str, port: int, keys: KeyFolder | None) -> Iterator[SuperLink]:
+    link = SuperLink(folder / "flower", host, port, keys).start()
+    try:
+        yield link
+    finally:
+        link.stop()
+
+
+def _begin(link: SuperLink, recipe: Recipe, folder: Path) -> Child:
+    recipe_file = folder / "flower" / "asked.yaml"
+    recipe_file.write_text(recipe.to_yaml(), encoding="utf-8")
+    (folder / OUTCOME).unlink(missing_ok=True)  # of an earlier start
+    config: dict[str, str | float] = {"recipe": str(recipe_file.resolve()), "out": str(folder.resolve())}
+    return link.run(write_app(folder / "flower" / "app"), config)
+
+
+def _watch(run: Child, folder: Path, print_line: PrintLine) -> None:
+    """Show the server's log until the run ends. How it ended is in `outcome.json`, which the ServerApp writes last."""
+    log, again = Tail(folder / "run.log"), f"the same command with --out {folder}"
+    try:
+        while True:
+            ended = run.ended
+            log.show(print_line)
+            if ended:
+                break
+            time.sleep(0.3)
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted; uploads are kept, continue with {again}") from None
+    finally:
+        run.stop()
+    outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8")) if (folder / OUTCOME).exists() else {}
+    if "error" in outcome:
+        raise RunError(outcome["error"])
+    if not outcome.get("ok"):
+        raise RunError(f"the server's process ended without a result; {run.output} says more; continue with {again}")
+
+
+def _check_admission(server: str, credentials: tuple[Path, Path] | None, print_line: PrintLine) -> None:
+    """Refuse an address or credentials with which the server would not let this site in."""
+    host, colon, port = server.rpartition(":")
+    if not colon or not port.isdigit() or not 0 < int(port) < 65536:
+        raise DataError(f"--server {server}: write it as HOST:PORT, the port from 1 to 65535")
+    if credentials is None:
+        if not is_loopback(host):
+            raise DataError(
+                f"--insecure with --server {server}: only on this machine (127.0.0.1); otherwise give --keys"
+            )
+        if speaks_tls(server):
+            raise DataError(f"--insecure with --server {server}: it is encrypted and asks for keys; give --keys FOLDER")
+        return
+    for file, description in zip(credentials, ("the server's ca.crt", "the site's private key"), strict=True):
+        if not file.is_file():
+            raise DataError(f"{file}: not there; it is {description}")
+    authority, _ = credentials
+    check_dates(authority, "ask the server's operator for the present ca.crt")
+    message = check_server_at(server, authority)
+    if message:
+        print_line(message)
+
+
+def _verdicts(folder: Path) -> set[tuple[Path, int]]:
+    """The server's verdicts so far, with their times."""
+    return {(path, path.stat().st_mtime_ns) for path in folder.glob("*/counted.json")}
+
+
+def _finish_replies(node: Child) -> None:
+    """Wait until the SuperNode has sent all its replies: the server goes on looking for one that is announced and never sent."""
+    until = time.monotonic() + SENDING
+    while not node.ended and not replies_sent(node.read_output()) and time.monotonic() < until:
+        time.sleep(0.1)
+
+
+def replies_sent(output: str) -> bool:
+    """Whether a SuperNode has replied to all messages it received, according to its output."""
+    _, _, after = output.rpartition("Sending: ")
+    closed = any(phrase in after for phrase in ("Sent successfully", "Failed to send", "Ignoring reply"))
+    return output.count("Receiving: ") <= output.count("Sending: ") and (closed or "Sending: " not in output)
+
+
+def _restart(node: Child, site: SiteFile, seconds: float, print_line: PrintLine) -> None:
+    """Start a SuperNode again that the server refused because it still holds the connection of a killed one; else raise why it ended.
+
+    Flower refuses an unknown key with the same words; a site that was let in from this folder before has a known key.
+    """
+    output = " ".join(node.read_output().split())
+    if "Failed to activate SuperNode" not in output:
+        raise RunError(f"{site.name}: the connection ended: {output[-300:]}")
+    if LET_IN not in node.output.read_text(errors="replace"):
+        raise DataError(
+            f"{site.name}: the server does not know this key, or a site with it is connected already; "
+            "give its operator the file that ends in .pub, or end the other one"
+        )
+    if seconds > RECONNECT_PATIENCE:
+        raise RunError(
+            f"{site.name}: the server still holds the connection this site had before, after {duration(seconds)}; "
+            "does this site run in another process?"
+        )
+    print_line(f"{site.name}: the server still holds the connection this site had before; trying again")
+    time.sleep(5)
+    node.start()

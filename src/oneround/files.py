@@ -1,0 +1,60 @@
+"""Files that are replaced whole, so that a reader finds the old content or the new one whenever a program stops; log files."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+OWNER_ONLY = 0o600
+
+
+def write_durably(path: Path, raw: bytes, *, flush: bool = True, mode: int = 0o666) -> None:
+    """Write atomically: a temporary file, flushed to disk, then renamed. `mode`: its permissions, from the first byte on.
+
+    Without `flush` the file survives a crash of the program but not of the machine.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(raw)
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+        if flush:
+            _flush_folder(path.parent)
+    except OSError as error:  # name the file the user knows, not the temporary one
+        if error.errno is not None:
+            error.filename = str(path)
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Flush the renaming itself: without it, the old file may be back after a power cut. Not every file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """Append the package's log to this file within the context."""
+    log, handler = logging.getLogger("oneround"), logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()

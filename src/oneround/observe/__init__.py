@@ -1,1 +1,0 @@
-"""What a run leaves to look at: its log, its environment, pictures, tables, statistics."""

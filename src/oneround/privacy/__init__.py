@@ -1,0 +1,1 @@
+"""Privacy: what a site discloses besides its model, and masked sums."""

@@ -1,0 +1,166 @@
+"""Finds many runs, in folders and in kept records; a record keeps what comparisons need when the folders are deleted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from oneround.errors import RecipeError, RunError
+from oneround.files import write_durably
+from oneround.runs.log import Curves, Event, Measurements
+from oneround.runs.record import RunRecord, keys_of
+
+log = logging.getLogger("oneround")
+
+FORMAT = "oneround runs 1"
+TRACED = (
+    "base", "align", "lambda_raw", "s", "lambda_effective", "lambda_applied", "sigma_base", "sigma_align", "entropy",
+)  # fmt: skip
+COSINE, ELAPSED = "cosine of ", "seconds elapsed"  # among the quantities of a kept record
+
+
+def find_runs(paths: Iterable[str | PathLike[str]]) -> list[RunRecord]:
+    """Every finished run in these folders, however deep, and in these kept records; the same run counts once.
+
+    Raises RecipeError where there is none, RunError where a file that a comparison needs is damaged.
+    """
+    folders, runs = [Path(path) for path in paths], list[RunRecord]()
+    for path in folders:
+        if path.is_file():
+            runs += _read_kept(path)
+            continue
+        if not path.exists():
+            raise RecipeError(f"{path}: no such folder")
+        for result in sorted(path.rglob("result.json")):
+            if not (result.parent / "recipe.yaml").is_file():
+                log.warning("%s: left out, there is no recipe.yaml beside it", result)
+                continue
+            run = RunRecord.read(result.parent, strict=["result.json", "environment.json", "study.json"])
+            if run.accuracy:
+                runs.append(run)
+            else:
+                log.warning("%s: left out, nothing was scored (no test images)", result)
+    if not runs:
+        raise RecipeError(f"no finished run in {', '.join(map(str, folders))} (a run folder has a result.json)")
+    return distinct(runs)
+
+
+def find_folders(paths: Sequence[Path]) -> list[Path]:
+    """Every run folder in these folders, begun or finished, however deep; RunError where there is none."""
+    folders: dict[Path, Path] = {}
+    for path in paths:
+        if path.is_file():
+            raise RunError(
+                f"{path}: a file; a report needs run folders (a record can be compared: oneround compare {path})"
+            )
+        if not path.exists():
+            raise RunError(f"{path}: no such folder")
+        for recipe in sorted(path.rglob("recipe.yaml")):
+            folders.setdefault(recipe.parent.resolve(), recipe.parent)
+    if not folders:
+        raise RunError(f"no run in {', '.join(map(str, paths))} (a run folder has a recipe.yaml)")
+    return list(folders.values())
+
+
+def distinct(runs: Iterable[RunRecord]) -> list[RunRecord]:
+    """Each run once, whether read from its folder, from a copy of it or from a kept record."""
+    once: dict[str, RunRecord] = {}
+    for run in runs:
+        content = [dict(run.keys), run.partition_digest, run.accuracy, run.local_accuracy]
+        once.setdefault(json.dumps(content, sort_keys=True), run)
+    return list(once.values())
+
+
+# --- kept records ----------------------------------------------------------------------------------------------------
+
+
+def keep(runs: Sequence[RunRecord], path: str | PathLike[str]) -> None:
+    """Write all that comparisons need of these runs; `find_runs` reads it like their folders."""
+    content = {"format": FORMAT, "runs": [_pack(run) for run in runs]}
+    write_durably(Path(path), (json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n").encode())
+
+
+def _read_kept(path: Path) -> list[RunRecord]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r}")
+        return [_unpack(run, path) for run in content["runs"]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RecipeError(
+            f"{path}: not a record of runs ({error}); make one with oneround compare RUNS --keep FILE.json"
+        ) from None
+
+
+def _pack(run: RunRecord) -> dict[str, Any]:
+    """A run as plain data: its keys, scores and traces."""
+    traces = {quantity: trace for quantity in TRACED if (trace := run.trace(quantity))}
+    traces |= {f"{COSINE}{pair} at {tensor}": trace for (pair, tensor), trace in run.cosines().items()}
+    traces |= {ELAPSED: {"run": run.measurements.elapsed}} if run.measurements.elapsed else {}
+    return {
+        "method": run.method,
+        "keys": dict(run.keys),
+        "rules": run.accuracy,
+        "clients": run.local_accuracy,
+        "curves": run.curves,
+        "validation": run.validation,
+        "partition": run.partition_digest,
+        "remarks": list(run.remarks),
+        "where": dict(run.measured_on),
+        "bound": run.bound,
+        "traces": {quantity: _shorten(by_client) for quantity, by_client in traces.items()},
+    }
+
+
+def _unpack(plain: Mapping[str, Any], path: Path) -> RunRecord:
+    """A run from the plain data that `path` has of it."""
+    result = {key: plain[key] for key in ("partition", "remarks")} | {
+        key: {name: {"accuracy": value} for name, value in plain[key].items()} for key in ("rules", "clients")
+    }
+    where = plain["where"]
+    return RunRecord(
+        path,
+        keys=keys_of({**plain["keys"], "method": plain["method"]}),
+        measurements=_measurements(plain),
+        result=result,
+        environment={**where, "packages": {"torch": where["torch"]}} if where else {},
+        bound=plain["bound"],
+    )
+
+
+def _measurements(plain: Mapping[str, Any]) -> Measurements:
+    """The curves and traces of a run."""
+    measured = Measurements(curves=_by_epoch(plain["curves"]), validation=_by_epoch(plain["validation"]))
+    traces = {quantity: _by_epoch(by) for quantity, by in plain["traces"].items()}
+    measured.elapsed = traces.pop(ELAPSED, {}).get("run", {})
+    entries: dict[str, dict[int, Event]] = {}
+    for quantity, by_client in traces.items():
+        pair, _, tensor = quantity.removeprefix(COSINE).rpartition(" at ")
+        for client, by_epoch in by_client.items():
+            for epoch, value in by_epoch.items():
+                entry = entries.setdefault(client, {}).setdefault(epoch, {"epoch": epoch})
+                if quantity.startswith(COSINE):
+                    at = entry.setdefault("gradients", {}).setdefault(tensor, {"norm": {}, "cosine": {}})
+                    at["cosine"][pair] = value
+                else:
+                    entry[quantity] = value
+    measured.epochs = {client: dict(sorted(by_epoch.items())) for client, by_epoch in entries.items()}
+    return measured
+
+
+def _by_epoch(curves: Mapping[str, Mapping[str, float]]) -> Curves:
+    """JSON has no whole-number keys."""
+    return {name: {int(epoch): float(value) for epoch, value in curve.items()} for name, curve in curves.items()}
+
+
+def _shorten(curves: Curves) -> dict[str, dict[int, float | str]]:
+    """Five digits are enough of a trace; JSON has no infinity."""
+    return {
+        name: {epoch: float(f"{value:.5g}") if math.isfinite(value) else str(value) for epoch, value in curve.items()}
+        for name, curve in curves.items()
+    }

@@ -1,0 +1,159 @@
+"""A run's folder on disk: its files, and how they are read and written."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from oneround import acts
+from oneround.config.load import checked, load
+from oneround.config.recipe import Recipe
+from oneround.errors import ProtocolError, RecipeError, RunError, did_you_mean
+from oneround.files import write_durably
+from oneround.protocol import Broadcast, UploadFolder
+from oneround.runs.integrity import Content, ResultContent
+from oneround.runs.log import MetricsLog
+
+log = logging.getLogger("oneround")
+
+
+def client_name(number: int, count: int) -> str:
+    """`client_007`: the name of a partition's client, in a simulation and in a federation."""
+    return f"client_{number:0{max(3, len(str(count - 1)))}d}"
+
+
+class RunFolder:
+    """Paths of a run, and readers and writers of its files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.yaml"
+        self.broadcast = path / "broadcast.safetensors"
+        self.result = path / "result.json"
+        self.model = path / "model"
+        self.metrics = MetricsLog(path / "metrics.jsonl")
+
+    def round_model(self, number: int) -> Path:
+        """The model a round ended with, where there are several."""
+        return self.path / "rounds" / f"round_{number:03d}"
+
+    def upload(self, client: str) -> Path:
+        return self.path / "uploads" / f"{client}.safetensors"
+
+    def state(self, client: str) -> Path:
+        return self.path / "clients" / client
+
+    def states(self, client: str) -> list[Path]:
+        """Files of a client's state between epochs."""
+        return sorted(self.state(client).glob("*.safetensors"))
+
+    def quarantine(self, sender: str) -> Path:
+        """A path for a bad upload, which nothing reads; at most three per sender, the oldest is removed first."""
+        folder = self.path / "quarantine"
+        folder.mkdir(exist_ok=True)
+        word = re.sub(r"[^A-Za-z0-9_.-]", "_", sender)[:80] or "unknown"
+        earlier = sorted(folder.glob(f"{word}.*.bin"), key=lambda path: path.stat().st_mtime_ns)
+        if len(earlier) >= 3:
+            earlier[0].unlink()
+        return folder / f"{word}.{time.time_ns()}.bin"
+
+    @property
+    def resumption(self) -> str:
+        """The command that resumes the run."""
+        return f"oneround run {self.path} --resume"
+
+    def read_spreads(self) -> dict[int, float]:
+        """Epoch → how far apart the clients' prototypes were after it; written only for a schedule that depends on it."""
+        if not (self.path / "consensus.json").is_file():
+            return {}
+        content = self.read_json("consensus.json", "start over with another --out")
+        return {int(epoch): value for epoch, value in content.items()}
+
+    def write_spreads(self, spreads: Mapping[int, float]) -> None:
+        self.write_json("consensus.json", spreads)
+
+    def write_json(self, name: str, content: Any) -> None:
+        write_durably(self.path / name, json.dumps(content, indent=1, ensure_ascii=False).encode())
+
+    def read_json(self, name: str, fix: str, content: type[Content] = Content) -> dict[str, Any]:
+        """A JSON object with the keys of `content`; RunError where it is damaged, with `fix` as what to do."""
+        path = self.path / name
+        try:
+            raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            checked(content, raw, "content")
+        except (ValueError, RecipeError) as error:
+            raise RunError(f"{path}: damaged ({str(error).splitlines()[0]}); {fix}") from None
+        return raw
+
+    @property
+    def redo(self) -> str:
+        """What to do about a damaged file that follows from others."""
+        return f"remove it and make it again with {self.resumption}"
+
+    def read_result(self) -> dict[str, Any]:
+        """`result.json`, which follows from the uploads and can be made again."""
+        return self.read_json("result.json", self.redo, ResultContent)
+
+    def read_recipe(self, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
+        """The recipe the run was begun with."""
+        if not self.recipe.is_file():
+            raise ProtocolError(f"{self.path}: not a run folder (no recipe.yaml in it)")
+        try:
+            return load(self.recipe, overrides)
+        except RecipeError as error:
+            message = str(error)
+            raise RecipeError(message if str(self.recipe) in message else f"{self.recipe}: {message}") from None
+
+    def uploads(self, without: Sequence[str] = (), late: Sequence[Path] = ()) -> UploadFolder:
+        """The uploads so far, checked when read; without those of some clients, with late ones from elsewhere."""
+        broadcast = Broadcast.read(self.broadcast)
+        paths = sorted((self.path / "uploads").glob("*.safetensors"))
+        if not paths:
+            raise ProtocolError(f"{self.path}: no uploads yet; continue with {self.resumption}")
+        if self.result.is_file():
+            lost = sorted(set(self.read_result()["uploads"]) - {path.stem for path in (*paths, *late)})
+            if lost:
+                log.warning("%s/uploads: missing and left out: %s", self.path, ", ".join(lost))
+        names = [path.stem for path in paths]
+        if broadcast.recipe.secure and (without or late):
+            word = f"--without {without[0]}" if without else f"--with {late[0]}"
+            raise ProtocolError(
+                f"{word}: these sums are under masks (sums.secure), which cancel only in the sum over all sites that masked together"
+            )
+        for name in without:
+            if name not in names:
+                raise ProtocolError(
+                    f"--without {name}: no upload of that name{did_you_mean(name, names)} (there are {', '.join(names[:20])})"
+                )
+        for path in late:
+            if path.stem in names and path.stem not in without:
+                raise ProtocolError(f"--with {path}: {path.stem} is among the uploads already and would count twice")
+        remaining = [path for path in paths if path.stem not in without]
+        if not remaining and not late:
+            raise ProtocolError(f"{self.path}: nobody's upload is left; keep at least one client")
+        return UploadFolder([*remaining, *late], broadcast, acts.statistics_of(broadcast))
+
+    @contextmanager
+    def locked(self, patience: float = 0.0) -> Iterator[None]:
+        """Hold the lock of the folder, which only one process has; wait `patience` seconds for one that is just ending."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        until = time.monotonic() + patience
+        with (self.path / ".lock").open("w") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if time.monotonic() >= until:
+                        raise RunError(
+                            f"{self.path}: another process is running here; wait for it or choose another --out"
+                        ) from None
+                    time.sleep(0.2)
+            yield

@@ -1,0 +1,185 @@
+"""Writes a run to disk, whichever transport brought its uploads: log, metrics of every snapshot, model, result."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from oneround import acts
+from oneround.data import Images
+from oneround.evaluate import Scores, score_personal
+from oneround.fusion import Rule
+from oneround.global_model import GlobalModel
+from oneround.models import Single
+from oneround.protocol import Upload, UploadFolder, blob
+from oneround.runs import pictures
+from oneround.runs.folder import RunFolder
+from oneround.runs.log import Measurements, best_epoch
+from oneround.runs.loggers import Logger, write_events
+from oneround.runs.record import RunRecord
+from oneround.runs.result import Result
+from oneround.site import Site
+
+log = logging.getLogger("oneround")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Content of a result besides scores."""
+
+    data: str
+    partition: str
+    """Digest of which client holds which sample."""
+    traffic: Mapping[str, tuple[int, int]]
+    """Bytes down to and up from every client."""
+    remarks: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Uploads at the end of an epoch, with their scores."""
+
+    epoch: int
+    uploads: UploadFolder
+    scores: Scores
+    models: dict[str, GlobalModel] = field(default_factory=dict)
+    """By rule: those that are one network, made while scoring."""
+    seconds: float = 0.0
+    """Of fusing and scoring."""
+
+
+class RunWriter:
+    """Writes a run's metrics, model and result; nothing else does."""
+
+    def __init__(
+        self, folder: RunFolder, rules: Mapping[str, Rule], loggers: Sequence[Logger] = (), epochs_over: int = 0
+    ) -> None:
+        """Keep the complete part of an earlier log: up to the last snapshot that has all rules. The rest is measured again.
+
+        `epochs_over`: of rounds that are over, which have no snapshots where the server has no test images.
+        """
+        self.folder, self.rules, self.loggers = folder, rules, loggers
+        self.first = next(iter(rules))
+        """The rule that makes the model."""
+        events = list(folder.metrics)
+        logged: dict[int, set[str]] = {}
+        for event in events:
+            if event["event"] == "snapshot":
+                logged.setdefault(event["epoch"], set()).add(event["rule"])
+        self.done = {epoch for epoch, names in logged.items() if names >= set(rules)}
+        """Epochs whose snapshot is in the log."""
+        last = max([epochs_over, *self.done])
+        complete = [event for event in events if event["epoch"] <= last]
+        if folder.metrics.path.is_file():
+            folder.metrics.keep(complete)
+        self.measured = Measurements.of(complete)
+        """The measurements in the log."""
+        self._before = max(self.measured.elapsed.values(), default=0.0)
+        self._started = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds the run has been at work, the time it was stopped left out."""
+        return self._before + time.monotonic() - self._started
+
+    @property
+    def chosen(self) -> int | None:
+        """The epoch whose model is best on validation images, the earliest of equals; None where there are no such images."""
+        curve = self.measured.validation.get(self.first, {})
+        return best_epoch(curve) if curve else None
+
+    def snapshot(self, snapshot: Snapshot, epochs: range, site: Site) -> list[dict[str, Any]]:
+        """Log what the clients measured in these epochs and how the snapshot at their end scored; keep its model if it is the best.
+
+        Returns the events about the snapshot.
+
+        The model is written before the log says that the snapshot is done, so a killed run makes both again.
+        """
+        if self.first in snapshot.scores.validation:
+            curve = self.measured.validation.get(self.first, {})
+            if snapshot.scores.validation[self.first].accuracy > max(curve.values(), default=-1.0):
+                self._model(snapshot, site).save(self.folder.model)
+        scored = list(self._scored(snapshot))
+        events = [*self._measured(snapshot.uploads, epochs), *scored]
+        for event in events:
+            self.measured.add(event)
+        self.folder.metrics.append(events)
+        self.done.add(snapshot.epoch)
+        write_events(events, self.loggers)
+        return scored
+
+    @staticmethod
+    def _measured(uploads: UploadFolder, epochs: range) -> Iterator[dict[str, Any]]:
+        for path in uploads.paths:
+            manifest = blob.peek(path, "upload")
+            for entry in manifest["history"]:
+                if entry["epoch"] in epochs:
+                    yield {**entry, "event": "epoch", "client": manifest["client"]}
+
+    def _scored(self, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
+        epoch, scores = snapshot.epoch, snapshot.scores
+        times = {"seconds": snapshot.seconds, "elapsed": self.elapsed}
+        for client, score in scores.clients.items():
+            yield {"event": "client", "epoch": epoch, "client": client, "accuracy": score.accuracy}
+        for rule, score in scores.rules.items():
+            judged = {"validation": scores.validation[rule].accuracy} if rule in scores.validation else {}
+            yield {"event": "snapshot", "epoch": epoch, "rule": rule, **score.short(), **times, **judged}
+        for rule, model in snapshot.models.items():
+            if isinstance(model.inference, Single) and model.inference.facts:
+                yield {"event": "fusion", "epoch": epoch, "rule": rule, **model.inference.facts}
+
+    def _model(self, snapshot: Snapshot, site: Site) -> GlobalModel:
+        """The first rule's model of a snapshot."""
+        uploads, model = snapshot.uploads, snapshot.models.get(self.first)
+        with site.arithmetic(uploads.broadcast.parameters):
+            return model or acts.fuse(uploads, uploads.broadcast, site, self.rules[self.first])
+
+    def round_model(self, number: int, snapshot: Snapshot, site: Site) -> GlobalModel:
+        """The model a round ended with, kept in the run's folder."""
+        model = self._model(snapshot, site)
+        model.save(self.folder.round_model(number))
+        return model
+
+    def finish(self, snapshot: Snapshot, facts: Facts, site: Site, test: Images) -> Result:
+        """Write the model, then the result, which marks the run as finished."""
+        uploads, scores, broadcast = snapshot.uploads, snapshot.scores, snapshot.uploads.broadcast
+        epoch, personal = self._finish_model(snapshot, site), dict[str, dict[str, float | None]]()
+        if scores.rules and broadcast.recipe.reveal.class_counts is not False:
+            with site.arithmetic(broadcast.parameters):
+                personal = score_personal(self.rules, scores, uploads, broadcast, test, site)
+        result = {
+            "recipe_digest": broadcast.digest,
+            "partition": facts.partition,
+            "uploads": {path.stem: Upload.content_of(path) for path in uploads.paths},
+            "bytes_down": sum(down for down, _ in facts.traffic.values()),
+            "bytes_up": sum(up for _, up in facts.traffic.values()),
+            "traffic": {name: {"down": down, "up": up} for name, (down, up) in facts.traffic.items()},
+            "remarks": list(facts.remarks),
+            "model": {"rule": self.first, "epoch": epoch, "chosen_on": "validation" if self.chosen else "end"},
+            "rules": {name: score.plain() for name, score in scores.rules.items()},
+            "clients": {name: score.plain() for name, score in scores.clients.items()},
+            "personalised": personal,
+        }
+        self.folder.write_json("result.json", result)
+        if self.measured.curves:
+            curves = {name: [curve] for name, curve in self.measured.curves.items()}
+            title = f"{broadcast.recipe.method} on {facts.data}"
+            pictures.draw_accuracy(curves, self.folder.path / "accuracy.png", title)
+        return Result.of(RunRecord(self.folder.path, measurements=self.measured, result=result))
+
+    def _finish_model(self, snapshot: Snapshot, site: Site) -> int:
+        """Write the final model; returns the epoch it is from."""
+        chosen = self.chosen
+        if chosen is not None and chosen != snapshot.epoch:
+            if (self.folder.model / "manifest.json").is_file():
+                return chosen
+            log.warning(
+                "%s: the model of epoch %d, best on validation images, is gone; the last one is kept instead",
+                self.folder.model,
+                chosen,
+            )
+        self._model(snapshot, site).save(self.folder.model)
+        return snapshot.epoch

@@ -1,0 +1,288 @@
+"""The one server loop: prepare, collect uploads, fuse and score them, record it, next round or finish.
+
+Two transports bring the uploads in: workers on this machine (simulate/) and sites on Flower (federate/). Everything else a
+server does is here, so that a simulation and a federation of one recipe give the same result. A killed run goes on from its
+folder: finished snapshots are in the log, the round is in the broadcast, everything else follows from seeds.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from oneround import acts
+from oneround.errors import DataError, Interrupted, OutOfTime, ProtocolError, RecipeError, RunError, in_one_line
+from oneround.evaluate import Scores, score_uploads
+from oneround.global_model import GlobalModel
+from oneround.protocol import Broadcast, Upload, UploadFolder, blob
+from oneround.runs import pictures
+from oneround.runs.environment import environment
+from oneround.runs.folder import RunFolder
+from oneround.runs.integrity import PartitionContent
+from oneround.runs.loggers import open_loggers
+from oneround.runs.result import Result
+from oneround.runs.writer import Facts, RunWriter, Snapshot
+from oneround.server.plan import DealtPlan, Plan
+from oneround.site import choose_device
+from oneround.training import Emit, silent
+
+log = logging.getLogger("oneround")
+NO_UPLOADS_FAULT = (OSError, MemoryError, torch.OutOfMemoryError, RecipeError, DataError, Interrupted, OutOfTime)
+
+
+class Transport(Protocol):
+    """How uploads reach the server."""
+
+    snapshots: bool
+    """Whether uploads can be had before a round is over."""
+    live: bool
+    """Whether clients emit their epochs while they train; otherwise the server emits them when an upload has arrived."""
+    trusted: bool
+    """Whether uploads come from this program itself; others may be made to break the fusion."""
+
+    def agree(self, broadcast: Broadcast) -> Broadcast:
+        """For masked sums: the broadcast with the sites' public keys."""
+
+    def collect(self, broadcast: Broadcast, epoch: int) -> list[str]:
+        """Write this round's uploads at the end of `epoch`, checked, to the run's folder; returns their clients, in order."""
+
+    def discard(self, client: str) -> None:
+        """Drop this client's upload: it cannot be fused."""
+
+    def traffic(self) -> dict[str, tuple[int, int]]:
+        """Bytes down to and up from every client, over all rounds so far."""
+
+    def remarks(self) -> list[str]:
+        """Notes for the reader of the result on how the uploads were collected."""
+
+
+def open_run(plan: Plan, folder: RunFolder, emit: Emit = silent) -> None:
+    """Initialise the run's folder, or resume the run in it, which must have this recipe. The caller has locked the folder."""
+    if is_begun(plan, folder):
+        _check_finished(folder)
+        if not folder.result.exists():
+            _check_broadcast(plan, folder, emit)
+        return
+    broadcast = plan.prepare(emit)  # first: a recipe that cannot be prepared leaves nothing behind
+    folder.write_json("environment.json", environment(choose_device(plan.recipe.local.device)))
+    if isinstance(plan, DealtPlan):
+        folder.write_json("partition.json", plan.partition())
+    broadcast.write(folder.broadcast)
+    blob.write_durably(folder.recipe, plan.recipe.to_yaml().encode())
+
+
+def is_begun(plan: Plan, folder: RunFolder) -> bool:
+    """Whether a run was begun here already; another one is refused."""
+    if not folder.recipe.exists():
+        return False
+    if folder.read_recipe().digest != plan.recipe.digest:
+        raise RecipeError(
+            f"{folder.path}: was begun with another recipe ({folder.recipe}); use that one, or choose another --out"
+        )
+    if not folder.broadcast.exists():
+        return False
+    if plan.split is None:
+        return True
+    if not (folder.path / "partition.json").exists():
+        return False
+    partition = folder.read_json("partition.json", f"remove it and continue with {folder.resumption}", PartitionContent)
+    if partition["digest"] != plan.split.digest:
+        raise RecipeError(f"{folder.path}: was begun on other data or another partition; choose another --out")
+    return True
+
+
+def _check_finished(folder: RunFolder) -> None:
+    """Reopen a finished run whose model or uploads are missing: they are made again."""
+    if not folder.result.exists():
+        return
+    lost = [name for name in folder.read_result()["uploads"] if not folder.upload(name).is_file()]
+    if lost or not (folder.model / "manifest.json").is_file():
+        missing = f"uploads of {', '.join(lost)}" if lost else "the model"
+        log.warning("%s: finished, but %s went missing; made again", folder.path, missing)
+        folder.result.unlink()
+
+
+def _check_broadcast(plan: Plan, folder: RunFolder, emit: Emit) -> None:
+    """Prepare a damaged broadcast again; it must be equal to the first, or the uploads so far would not answer it."""
+    try:
+        if Broadcast.read(folder.broadcast).recipe.digest == plan.recipe.digest:
+            return
+        log.warning("%s: of another recipe; prepared again", folder.broadcast)
+    except (ProtocolError, RecipeError) as error:
+        log.warning("%s; prepared again", error)
+    if plan.recipe.rounds > 1 and list(folder.metrics):
+        raise RunError(
+            f"{folder.broadcast}: damaged, and what rounds before had learned is in it; start over with another --out"
+        )
+    raw = plan.prepare(emit).pack()
+    manifest, _ = blob.unpack(raw, "broadcast", "broadcast")
+    try:
+        promised = blob.peek(folder.broadcast, "broadcast").get("sha256")
+    except ProtocolError:
+        promised = None  # the damage is in the manifest itself
+    if promised not in (None, manifest["sha256"]):
+        raise RunError(
+            f"{folder.broadcast}: damaged, and prepared again it differs (another device, or other initial weights); "
+            "start over with another --out"
+        )
+    blob.write_durably(folder.broadcast, raw)
+
+
+def serve(plan: Plan, folder: RunFolder, transport: Transport, emit: Emit) -> Result:
+    """Run all rounds of an opened run; the result is written and returned."""
+    rules = {rule.label: rule for rule in acts.rules_of(plan.recipe)}
+    with open_loggers(plan.recipe, folder.path) as loggers:
+        writer = RunWriter(folder, rules, loggers, Broadcast.read(folder.broadcast).first_epoch)
+        return ServerLoop(plan, folder, transport, writer, emit).run()
+
+
+class ServerLoop:
+    """The server's side of one run."""
+
+    def __init__(self, plan: Plan, folder: RunFolder, transport: Transport, writer: RunWriter, emit: Emit) -> None:
+        self.plan, self.folder, self.transport, self.writer, self.emit = plan, folder, transport, writer, emit
+        self.site = plan.server(folder.path)
+        self.stops = plan.stops if transport.snapshots else plan.round_ends
+
+    def run(self) -> Result:
+        """Collect, score and record every snapshot that is not in the log yet."""
+        broadcast, snapshot = self._begin_round(), None
+        for stop in self.stops:
+            ends = stop == broadcast.last_epoch
+            if stop <= broadcast.first_epoch or (stop in self.writer.done and not ends):
+                continue
+            snapshot = self._collect(broadcast, stop)
+            self._draw_partition()
+            logged: list[dict[str, Any]] = []
+            if stop not in self.writer.done:
+                before = max((epoch for epoch in self.stops if epoch < stop), default=0)
+                logged = self.writer.snapshot(snapshot, range(before + 1, stop + 1), self.site)
+            self._report(snapshot, broadcast, logged)
+            if ends and self.plan.recipe.rounds > 1:
+                model = self.writer.round_model(broadcast.round, snapshot, self.site)
+                if stop != self.stops[-1]:
+                    with self.site.arithmetic(broadcast.parameters):
+                        acts.advance(model, broadcast).write(self.folder.broadcast)
+                    broadcast = self._begin_round()
+        assert snapshot is not None, "the last stop is always scored"
+        remarks = [*self.plan.remarks(), *self.transport.remarks()]
+        digest = self.plan.partition_digest(snapshot.uploads)
+        facts = Facts(self.plan.data.name, digest, self.transport.traffic(), remarks)
+        return self.writer.finish(snapshot, facts, self.site, self.plan.data.test)
+
+    def _begin_round(self) -> Broadcast:
+        """Read the broadcast of the round that is due and remove the uploads of the round before."""
+        broadcast = Broadcast.read(self.folder.broadcast)
+        if broadcast.recipe.secure and not broadcast.roster:
+            self.transport.agree(broadcast).write(self.folder.broadcast)
+            broadcast = Broadcast.read(self.folder.broadcast)
+        if broadcast.round > 1:
+            for path in sorted((self.folder.path / "uploads").glob("*.safetensors")):
+                epoch = Upload.epoch_of(path)
+                if epoch is not None and epoch <= broadcast.first_epoch:
+                    path.unlink()  # the broadcast has the network that was made of it
+        return broadcast
+
+    def _collect(self, broadcast: Broadcast, epoch: int) -> Snapshot:
+        """Collect and score the uploads of an epoch; one that makes fusing fail is dropped, and the others are fused."""
+        while True:
+            names = self.transport.collect(broadcast, epoch)
+            paths = [self.folder.upload(name) for name in names]
+            uploads = UploadFolder(paths, broadcast, acts.statistics_of(broadcast))
+            try:
+                snapshot = self._score(uploads, epoch)
+            except NO_UPLOADS_FAULT:
+                raise
+            except Exception as error:
+                if self.transport.trusted or broadcast.recipe.secure:
+                    raise
+                log.warning("fusing failed (%s); looking for the upload that is to blame", in_one_line(error))
+                culprits = find_culprits(uploads, lambda some: self._score(some, epoch))
+                if not culprits:
+                    raise
+                for client in culprits:
+                    self.transport.discard(client)
+                continue
+            if not self.transport.live:
+                self._emit_epochs(uploads)
+            return snapshot
+
+    def _emit_epochs(self, uploads: UploadFolder) -> None:
+        for upload in uploads:
+            for entry in upload.history:
+                self.emit({**entry, "event": "epoch", "client": upload.client})
+
+    def _draw_partition(self) -> None:
+        """Draw who holds what; after the first snapshot, so that training need not wait for the picture."""
+        plan, path = self.plan, self.folder.path / "partition.png"
+        if plan.split is not None and not path.exists():
+            title = f"{plan.data.name}, {plan.recipe.partition.label}, seed {plan.recipe.seeds.partition}"
+            pictures.draw_partition(plan.split, plan.data.class_names, path, title)
+
+    def _score(self, uploads: UploadFolder, epoch: int) -> Snapshot:
+        """Score every rule on test and validation images, where the server has some."""
+        started, broadcast, site = time.monotonic(), uploads.broadcast, self.site
+        self.emit({"event": "scoring", "epoch": epoch})
+        scores, rules, test = Scores({}, {}, {}), self.writer.rules, self.plan.data.test
+        models: dict[str, GlobalModel] = {}
+        with site.arithmetic(broadcast.parameters):
+            if len(test):
+                scores = score_uploads(rules, uploads, broadcast, test, site, models, site.validation)
+            if not self.transport.trusted:
+                first = self.writer.first
+                model = models.get(first) or acts.fuse(uploads, broadcast, site, rules[first])
+                model.check_finite()
+        return Snapshot(epoch, uploads, scores, models, time.monotonic() - started)
+
+    def _report(self, snapshot: Snapshot, broadcast: Broadcast, logged: list[dict[str, Any]]) -> None:
+        """Emit a snapshot: a summary to show, and its lines of the log, so that no callback has to read the log."""
+        rounds, scores = self.plan.recipe.rounds, snapshot.scores
+        when = f"round {broadcast.round} of {rounds}" if rounds > 1 else f"epoch {snapshot.epoch}"
+        accuracy = {name: score.accuracy for name, score in scores.rules.items()}
+        left = sum(epoch > snapshot.epoch for epoch in self.stops)
+        event = {"event": "snapshot", "epoch": snapshot.epoch, "when": when, "seconds": snapshot.seconds, "left": left}
+        self.emit({**event, "accuracy": accuracy, "logged": logged})
+        accuracies = ", ".join(f"{name} {value:.2%}" for name, value in accuracy.items())
+        log.info("%s, %d uploads: %s", when, len(snapshot.uploads), accuracies or "no test images here to score it")
+
+
+def find_culprits(uploads: UploadFolder, fuse: Callable[[UploadFolder], object]) -> list[str]:
+    """Clients whose uploads make `fuse` fail: all that fail by themselves, else the first whose removal makes the rest succeed.
+
+    At most 2·len(uploads) attempts. Empty where no upload is to blame: none or all fail alone, and leaving one out never helps.
+    """
+
+    def fails(paths: list[Path]) -> bool:
+        try:
+            fuse(UploadFolder(paths, uploads.broadcast, uploads.statistics))
+        except NO_UPLOADS_FAULT:
+            raise
+        except Exception as error:
+            log.info("%s cannot be fused (%s)", ", ".join(path.stem for path in paths), in_one_line(error))
+            return True
+        return False
+
+    if len(uploads) < 2:
+        return []
+    failing = [path for path in uploads.paths if fails([path])]
+    if not failing or len(failing) == len(uploads):
+        rests = ([each for each in uploads.paths if each != path] for path in uploads.paths)
+        failing = next(([path] for path, rest in zip(uploads.paths, rests, strict=True) if not fails(rest)), [])
+    return [path.stem for path in failing]
+
+
+def check_federation(plan: Plan) -> None:
+    """Refuse what only a simulation can offer, before anything is sent."""
+    recipe = plan.recipe
+    if recipe.alignment and plan.meets_every_epoch:
+        raise RecipeError(
+            f"alignment.schedule = {recipe.alignment.schedule.kind}: needs the other clients every epoch, which only a "
+            "simulation can offer; choose another"
+        )
+    if recipe.quorum and recipe.quorum > plan.num_sites:
+        raise RecipeError(f"quorum = {recipe.quorum}: must be ≤ {plan.num_sites}, the number of sites")

@@ -1,0 +1,267 @@
+"""The plan of a run: all that is known before it starts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oneround import acts
+from oneround.config.load import change
+from oneround.config.recipe import Federated, Recipe
+from oneround.data import Dataset, Images, Split, datasets, partitions
+from oneround.data.partition import add_label_noise
+from oneround.errors import RecipeError
+from oneround.formatting import format_bytes
+from oneround.models.features import features
+from oneround.protocol import Broadcast, UploadFolder
+from oneround.runs.environment import device_name
+from oneround.runs.folder import client_name
+from oneround.site import Site, choose_device, num_workers, threads_per_client
+from oneround.sums import steps_of
+from oneround.training import Emit, silent
+from oneround.training.batches import steps_per_epoch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run as its server sees it. Sites bring their own images, unless the recipe's data set is dealt out (`DealtPlan`)."""
+
+    recipe: Recipe
+    """Resolved for the data."""
+    data: Dataset
+    """The server's test images; where sites bring their own images, public ones in place of training images."""
+    split: Split | None = None
+    """Who holds which samples, where the recipe's data set is dealt out."""
+
+    @property
+    def num_sites(self) -> int:
+        clients = self.recipe.partition.clients
+        if clients is None:
+            raise RecipeError(
+                f"partition = {self.recipe.partition.label}: sites bring their own data, so their number is unknown; "
+                "set partition.clients"
+            )
+        return clients
+
+    @property
+    def clients(self) -> dict[str, int]:
+        """Clients that have samples, by name, with their number in the partition; empty where sites bring their own images."""
+        if self.split is None:
+            return {}
+        count = len(self.split.clients)
+        return {client_name(number, count): number for number, size in enumerate(self.split.sizes) if size}
+
+    def participants(self, number: int) -> list[str]:
+        """The clients of a round; empty where sites bring their own images, and whoever comes takes part."""
+        return acts.participants(self.recipe, list(self.clients), number)
+
+    @property
+    def meets_every_epoch(self) -> bool:
+        """Whether clients need each other's state while they train, which only a simulation can offer."""
+        alignment = self.recipe.alignment
+        return alignment is not None and alignment.schedule.needs.other_clients
+
+    @property
+    def stops(self) -> list[int]:
+        """Epochs after which uploads are fused and scored, the end of every round among them."""
+        epochs, every = self.recipe.training.epochs, self.recipe.snapshots
+        if self.recipe.rounds > 1:
+            return self.round_ends
+        return sorted({*(range(every, epochs, every) if every else ()), epochs})
+
+    @property
+    def round_ends(self) -> list[int]:
+        """Epochs after which a round is over."""
+        return [self.recipe.training.epochs * number for number in range(1, self.recipe.rounds + 1)]
+
+    def prepare(self, emit: Emit = silent) -> Broadcast:
+        """The first act: the broadcast of the first round."""
+        server = self.server()
+        if self.recipe.public and server.data is None:
+            raise RecipeError(
+                f"public = {self.recipe.public:g}: the server has no public images; put them into public/ below local.data_path"
+            )
+        return acts.prepare(self.recipe, self.data.class_names, self.data.shape, server, emit)
+
+    def server(self, folder: Path | None = None) -> Site:
+        """The server as a site, with the images it holds."""
+        return Site("server", self.data.train if len(self.data.train) else None, folder, self.recipe.local)
+
+    def partition_digest(self, uploads: UploadFolder) -> str:
+        """Digest of who holds what, as far as the server knows: of the sites' names and uploads."""
+        contents = [(upload.client, upload.content) for upload in uploads]
+        return hashlib.sha256(repr(sorted(contents)).encode()).hexdigest()
+
+    def remarks(self) -> list[str]:
+        """Notes for the reader of the result."""
+        first, *others = acts.rules_of(self.recipe)
+        idle = [rule.label for rule in others if rule.needs.state and self.recipe.rounds > 1]
+        if not idle:
+            return []
+        return [f"{', '.join(idle)} is only scored: {first.label} comes first in fusion and goes out to the clients"]
+
+
+def plan_run(recipe: Recipe, data: Dataset) -> Plan:
+    """The plan of a federation's server."""
+    if not datasets.of(recipe.data).elsewhere:
+        return DealtPlan.of(recipe, data)
+    choosing = next((rule.kind for rule in recipe.fusion if rule.needs.validation), None)
+    if choosing:
+        raise RecipeError(
+            f"fusion: {choosing} chooses on images held back from the recipe's own data set, and here sites bring their own; "
+            "leave accept_if out"
+        )
+    if recipe.participation.fraction < 1:
+        raise RecipeError(
+            f"participation.fraction = {recipe.participation.fraction:g}: sites that bring their own data all take part in every "
+            "round; set it to 1"
+        )
+    return Plan(acts.resolve(recipe, data), data)
+
+
+@dataclass(frozen=True)
+class DealtPlan(Plan):
+    """A run on one data set that is dealt to the clients: a simulation, or a federation on a test machine."""
+
+    split: Split = field()
+    traffic: acts.Traffic = field()
+    """Of one client in one round."""
+
+    @staticmethod
+    def of(recipe: Recipe, data: Dataset) -> DealtPlan:
+        if datasets.of(recipe.data).elsewhere:
+            raise RecipeError(
+                f"data = {recipe.data.kind}: the images are at the sites, nothing can be simulated here; use oneround federate"
+            )
+        resolved = acts.resolve(recipe, data)
+        data, split = deal(resolved, data)
+        if not any(split.sizes):
+            raise RecipeError(
+                f"partition = {resolved.partition.label}, seed {resolved.seeds.partition}: every client is left with no "
+                "samples, nobody could train; choose another partition.kind, alpha or seed"
+            )
+        if resolved.secure and sum(size > 0 for size in split.sizes) < 2:
+            raise RecipeError(
+                f"sums.secure: only one client of {resolved.partition.label}, seed {resolved.seeds.partition}, has samples, and masks need two; "
+                "choose another partition.kind, alpha or seed"
+            )
+        return DealtPlan(resolved, data, split, acts.traffic(resolved, data.classes, data.shape, len(split.public)))
+
+    @property
+    def num_sites(self) -> int:
+        return len(self.clients)
+
+    @cached_property
+    def turns(self) -> dict[str, int]:
+        """Number of rounds in which each client takes part."""
+        rounds = range(1, self.recipe.rounds + 1)
+        counts = Counter(name for number in rounds for name in self.participants(number))
+        return {name: counts[name] for name in self.clients}
+
+    def server(self, folder: Path | None = None) -> Site:
+        """The server as a site, with the public and the validation images."""
+        public, validation = (
+            self.data.train.take(part) if len(part) else None for part in (self.split.public, self.split.validation)
+        )
+        return Site("server", public, folder, self.recipe.local, validation=validation)
+
+    def partition(self) -> dict[str, Any]:
+        """`partition.json`: who holds what, and how it was dealt."""
+        rule, seed = self.recipe.partition, self.recipe.seeds.partition
+        return {"data": self.data.name, "rule": rule.dump(), "seed": seed, **self.split.plain()}
+
+    def partition_digest(self, uploads: UploadFolder) -> str:
+        return self.split.digest
+
+    @property
+    def steps(self) -> int:
+        """Training steps of all clients in all rounds."""
+        clients = self.clients
+        return sum(turns * self.steps_of(self.split.sizes[clients[name]]) for name, turns in self.turns.items())
+
+    def steps_of(self, samples: int) -> int:
+        """Steps of a client with so many samples in one round."""
+        training = self.recipe.training
+        return training.epochs * steps_per_epoch(samples, training) if self.recipe.trains else steps_of(samples)
+
+    def remarks(self) -> list[str]:
+        remarks = self.split.remarks()
+        if self.recipe.sums is not None and self.recipe.sums.rank is not None:
+            exact = change(self.recipe, {"sums.rank": None})
+            whole = acts.traffic(exact, self.data.classes, self.data.shape, len(self.split.public))
+            if whole.up <= self.traffic.up:
+                remarks.append(
+                    f"sums.rank = {self.recipe.sums.rank} makes uploads no smaller: {format_bytes(self.traffic.up)}, where all "
+                    f"second moments are {format_bytes(whole.up)} and exact; leave rank out"
+                )
+        if self.recipe.clients_hold_back and len(self.stops) > 1:
+            remarks.append(
+                f"{len(self.split.validation):,} images held back by the clients choose the snapshot: in a real federation the "
+                "clients would have to score the fused models, an exchange more"
+            )
+        noise = self.recipe.label_noise
+        if noise is not None:
+            remarks.append(
+                f"{100 * noise.share:g} % of the labels of {noise.clients} client(s) are wrong on purpose (label_noise)"
+            )
+        return remarks + super().remarks()
+
+    def lines(self) -> list[str]:
+        """The run's size as text: samples, steps, parameters, bytes, device."""
+        recipe, clients, local = self.recipe, self.clients, self.recipe.local
+        sizes = [self.split.sizes[number] for number in clients.values()]
+        shown = ", ".join(f"{size:,}" for size in sizes[:10])
+        if len(sizes) > 10:
+            shown += f", … ({min(sizes):,} to {max(sizes):,})"
+        parameters, down, up = self.traffic.parameters, self.traffic.down, self.traffic.up
+        device, how = choose_device(local.device), "one after another"
+        if device.type == "cpu":
+            at_once, threads = num_workers(local, parameters, len(clients)), threads_per_client(local, parameters)
+            how = f"{at_once} at once, {threads} thread(s) each"
+        channels, height, width = self.data.shape
+        each = " and round" if recipe.rounds > 1 else ""
+        return [
+            f"{recipe.method} on {self.data.name}: {len(self.data.train):,} training and {len(self.data.test):,} test images "
+            f"({channels}×{height}×{width}, {self.data.classes} classes), {recipe.partition.label}, seed {recipe.seeds.partition}",
+            f"  {len(clients)} clients with {shown} samples"
+            + (f"; the server keeps {len(self.split.public):,} public ones" if len(self.split.public) else "")
+            + (f"; {len(self.split.validation):,} are held back for validation" if len(self.split.validation) else ""),
+            f"  {self._work()}",
+            f"  network: {format_bytes(down)} down and {format_bytes(up)} up per client{each}, "
+            f"{format_bytes(sum(self.turns.values()) * (down + up))} in all",
+            f"  on {device_name(device)}: clients {how}",
+        ]
+
+    def _work(self) -> str:
+        """The work of the clients as text: sums, training steps, or both."""
+        recipe = self.recipe
+        summed = ""
+        if recipe.sums is not None:
+            size = features.of(recipe.sums.features).size_for(self.data.shape)
+            summed = f"sums of {size:,} fixed features ({recipe.sums.features.label}), one pass"
+        if not recipe.trains:
+            return f"{summed}, nothing is trained"
+        rounds = f"{recipe.rounds} rounds of " if recipe.rounds > 1 else ""
+        return (
+            f"{recipe.encoder.label}: {self.traffic.parameters:,} parameters; {rounds}{recipe.training.epochs} epochs, "
+            f"{self.steps:,} steps of up to {recipe.training.batch_size} samples{' × 2 views' if recipe.training.views == 2 else ''}"
+            + (f"; {summed}" if summed else "")
+        )
+
+
+def deal(recipe: Federated, data: Dataset) -> tuple[Dataset, Split]:
+    """Deal the data set out: the data, with wrong labels where the recipe asks for them, and who holds which samples."""
+    seed, noise = recipe.seeds.partition, recipe.label_noise
+    split = partitions.of(recipe.partition).split(
+        data, seed, recipe.public, recipe.validation, recipe.clients_hold_back
+    )
+    if noise is not None:
+        labels = add_label_noise(data.train.labels.numpy(), split, noise.clients, noise.share, data.classes, seed)
+        data = replace(data, train=Images(data.train.pixels, torch.from_numpy(labels)))
+    return data, split

@@ -1,0 +1,221 @@
+"""The in-process transport: all clients on this machine.
+
+Epoch-major: all clients train to the next snapshot, then their uploads are fused and scored. Idle clients are on disk and scoring
+holds one network at a time, so memory does not grow with the number of clients. A run can be killed at any moment and
+resumed: uploads and states are replaced whole, and a client that is behind trains again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from oneround import acts
+from oneround.config.recipe import Recipe
+from oneround.data import Dataset, load_dataset
+from oneround.errors import Interrupted, OutOfTime, RecipeError, RunError
+from oneround.files import logging_to
+from oneround.processes import load_workers
+from oneround.protocol import Broadcast, Upload, UploadFolder, blob
+from oneround.runs.folder import RunFolder
+from oneround.runs.result import Result
+from oneround.server.loop import is_begun, open_run, serve
+from oneround.server.plan import DealtPlan
+from oneround.simulate.workers import TrainJob, WorkerPool
+from oneround.site import num_workers
+from oneround.training import Emit, silent
+from oneround.training.alignment.schedules import consensus, spread
+
+log = logging.getLogger("oneround")
+
+
+def run(
+    recipe: Recipe,
+    folder: str | os.PathLike[str],
+    *,
+    data: Dataset | None = None,
+    resume: bool = False,
+    emit: Emit = silent,
+    workers: WorkerPool | None = None,
+    deadline: float | None = None,
+) -> Result:
+    """Run a recipe with all clients on this machine; all results are in `folder`.
+
+    `resume`: go on where an earlier run in the folder was stopped. `workers`: a pool that several runs share. At `deadline`
+    (`time.time()`) every client ends its epoch and saves its state, and `OutOfTime` is raised.
+    """
+    run_folder = RunFolder(Path(folder))
+    if run_folder.recipe.exists() and not resume:
+        raise RecipeError(
+            f"{run_folder.path}: there is a run here already; continue with --resume, or choose another --out"
+        )
+    emit = partial(_log_trouble, emit)
+    data = data or load_dataset(recipe.data, recipe.local.data_path)
+    plan = DealtPlan.of(recipe, data)
+    size = num_workers(plan.recipe.local, plan.traffic.parameters, len(plan.clients))
+    with run_folder.locked(), logging_to(run_folder.path / "run.log"):
+        finished = is_begun(plan, run_folder) and run_folder.result.exists()
+        try:
+            if workers is None and size > 1 and not finished:
+                load_workers(WorkerPool.__module__)
+            remarks = [*plan.remarks(), *simulation_remarks(plan)]
+            notes = [f"  note: {remark}" for remark in remarks]
+            emit({"event": "plan", "lines": [*plan.lines(), *notes], "steps": plan.steps, "epochs": plan.recipe.epochs})
+            if not finished:
+                for remark in remarks:
+                    log.warning(remark)
+            open_run(plan, run_folder, emit)
+            if run_folder.result.exists():
+                return Result.read(run_folder.path)
+            with nullcontext(workers) if workers else WorkerPool(plan.data.train, size, emit, deadline) as pool:
+                result = serve(plan, run_folder, SimulatedClients(plan, run_folder, pool), emit)
+        except KeyboardInterrupt:
+            advice = (
+                f"continue with {run_folder.resumption}" if run_folder.recipe.exists() else "nothing was trained yet"
+            )
+            raise Interrupted(f"interrupted; {advice}") from None
+        except BrokenProcessPool:
+            raise RunError(
+                f"{run_folder.path}: a training process died (out of memory?); continue with {run_folder.resumption}, "
+                "perhaps with --set local.workers=1"
+            ) from None
+        shutil.rmtree(run_folder.path / "clients", ignore_errors=True)
+        return result
+
+
+def simulation_remarks(plan: DealtPlan) -> list[str]:
+    """Remarks on what only a simulation can do, or does worse than a real federation."""
+    remarks = []
+    if plan.recipe.secure:
+        remarks.append(
+            "masks are made from the seed: a simulation has no secrets, only a real federation hides anything"
+        )
+    if plan.meets_every_epoch:
+        remarks.append("clients learn of each other's prototypes every epoch: simulation only, not a one-round method")
+    return remarks
+
+
+class SimulatedClients:
+    """Clients that workers train in turn, their uploads and states in the run's folder."""
+
+    snapshots = live = trusted = True
+
+    def __init__(self, plan: DealtPlan, folder: RunFolder, pool: WorkerPool) -> None:
+        self.plan, self.folder, self.pool = plan, folder, pool
+        self.spreads = folder.read_spreads()
+        """Spread of the clients' prototypes after each epoch, where a schedule needs it."""
+        self.reached = self._reached()
+
+    def agree(self, broadcast: Broadcast) -> Broadcast:
+        """A simulation has no keys: the roster has only names."""
+        return replace(broadcast, roster=dict.fromkeys(self.plan.clients, ""))
+
+    def discard(self, client: str) -> None:
+        raise RunError(f"{client}: its upload cannot be fused")
+
+    def traffic(self) -> dict[str, tuple[int, int]]:
+        each = self.plan.traffic
+        return {name: (turns * each.down, turns * each.up) for name, turns in self.plan.turns.items()}
+
+    def remarks(self) -> list[str]:
+        return simulation_remarks(self.plan)
+
+    def collect(self, broadcast: Broadcast, epoch: int) -> list[str]:
+        """Train this round's participants to the end of `epoch`; epoch by epoch, where they need each other's state."""
+        names = self.plan.participants(broadcast.round)
+        if self.plan.meets_every_epoch:
+            self._catch_up()
+            first = max([broadcast.first_epoch, *self.spreads])
+            for shared_epoch in range(first + 1, epoch + 1):
+                self._train_to(broadcast, names, shared_epoch)
+                uploads = UploadFolder(self._paths(names), broadcast, acts.statistics_of(broadcast))
+                self.spreads[shared_epoch] = spread(upload.weights["prototypes"] for upload in uploads)
+                self.folder.write_spreads(self.spreads)
+        self._train_to(broadcast, names, epoch)
+        return names
+
+    def _paths(self, names: Sequence[str]) -> list[Path]:
+        return [self.folder.upload(name) for name in names]
+
+    def _train_to(self, broadcast: Broadcast, names: Sequence[str], epoch: int) -> None:
+        """Train the clients that have not reached that epoch; the run ends if safeguards have stopped one of them."""
+        self._train([name for name in names if self.reached[name] != epoch], epoch)
+        manifests = [blob.peek(path, "upload") for path in self._paths(names)]
+        stopped = [each["stopped"] for each in manifests if each["stopped"] and each["epoch"] < broadcast.last_epoch]
+        if stopped:
+            raise RunError(
+                "\n".join(stopped)
+                + f"\nevery client's upload so far is in {self.folder.path}/uploads; "
+                + f"score them with oneround fuse {self.folder.path}"
+            )
+
+    def _catch_up(self) -> None:
+        """Train a client whose state was lost again, with the spreads that were recorded the first time."""
+        behind = [
+            name
+            for name in self.plan.clients
+            if self.spreads and self.reached[name] != self.plan.stops[-1] and not self.folder.states(name)
+        ]
+        for epoch in sorted(self.spreads) if behind else ():
+            self._train(behind, epoch)
+
+    def _reached(self) -> dict[str, int | None]:
+        """The epoch of every client's upload. Damaged uploads and states are removed, and those clients train again."""
+        reached: dict[str, int | None] = {}
+        for name in self.plan.clients:
+            upload = self.folder.upload(name)
+            reached[name] = Upload.epoch_of(upload)
+            damaged = [path for path in self.folder.states(name) if not blob.is_whole(path, "state")]
+            if reached[name] is None and upload.exists():
+                damaged.append(upload)
+            for path in damaged:
+                log.warning("%s: damaged; discarded, %s trains again", path, name)
+                path.unlink()
+        return reached
+
+    def _train(self, names: Sequence[str], epoch: int) -> None:
+        """Train these clients to the end of an epoch, the largest first; at least one, even when the time is over."""
+        clients, split, local = self.plan.clients, self.plan.split, self.plan.recipe.local
+        agreement = consensus(self.spreads, epoch - 1)
+        futures: list[Future[str]] = []
+        for name in sorted(names, key=lambda name: -split.sizes[clients[name]]):
+            if futures and self.pool.out_of_time:  # a pool of one has trained a client when `submit` returns
+                break
+            samples, validation = split.clients[clients[name]], split.client_validation[clients[name]]
+            job = TrainJob(name, samples, self.folder, epoch, local, agreement, validation)
+            futures.append(self.pool.submit(job))
+        arrived = 0
+        out_of_time: OutOfTime | None = None
+        for done in as_completed(futures):
+            try:
+                log.info("%s has uploaded, epoch %d", done.result(), epoch)
+                arrived += 1
+            except OutOfTime as error:
+                out_of_time = error  # the others end their epoch too and save it
+            except CancelledError:
+                continue
+            for each in futures if self.pool.out_of_time else ():
+                each.cancel()
+        if out_of_time is not None:
+            raise out_of_time
+        if arrived < len(names) or (names and epoch < self.plan.stops[-1] and self.pool.out_of_time):
+            raise OutOfTime(
+                f"{self.folder.path}: stopped before epoch {epoch} was scored, the time is over; resume to go on"
+            )
+        self.reached |= dict.fromkeys(names, epoch)
+
+
+def _log_trouble(emit: Emit, event: dict[str, Any]) -> None:
+    """Emit an event; trouble also goes into the log."""
+    if event["event"] == "trouble" and emit is not silent:  # `silent` logs it itself
+        log.warning(event["text"])
+    emit(event)

@@ -1,0 +1,135 @@
+"""Workers train clients: this process, or several beside it, each one client at a time.
+
+On a CPU, small networks train fastest one thread per client and clients side by side; on a GPU clients take turns in this
+process. Results do not depend on the worker: every client has its own random generators and a fixed number of threads.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oneround.acts import train
+from oneround.config.parts import load_plugin
+from oneround.config.recipe import Local
+from oneround.data import Images
+from oneround.privacy.masks import simulated
+from oneround.processes import begin_worker, hidden_main, load_workers, worker_pool
+from oneround.protocol import Broadcast
+from oneround.runs.folder import RunFolder
+from oneround.site import Site
+from oneround.training import Emit, Trainer, silent
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """Train one client to the end of an epoch and write its upload."""
+
+    client: str
+    samples: NDArray[np.int64]
+    """Its samples of the pool's data."""
+    folder: RunFolder
+    until: int
+    local: Local
+    consensus: float = 1.0
+    """Spread of the clients' prototypes relative to the first epoch."""
+    validation: NDArray[np.int64] | None = None
+    """Samples it holds back, to judge its network by."""
+    deadline: float | None = None
+    """When to stop between two epochs; the pool sets it."""
+
+
+class Worker:
+    """Trains one client after another, with one trainer; keeps the last broadcast it read."""
+
+    def __init__(self, data: Images, emit: Emit) -> None:
+        self.data, self.emit, self.trainer = data, emit, Trainer()
+        self._broadcast: tuple[tuple[Path, int], Broadcast] | None = None
+
+    def run(self, job: TrainJob) -> str:
+        """Train the client and write its upload; returns its name."""
+        for module in job.local.plugins:
+            load_plugin(module)
+        folder, broadcast = job.folder, self._read(job.folder.broadcast)
+        recipe, validation = broadcast.recipe, job.validation
+        site = Site(
+            job.client,
+            self.data.take(job.samples),
+            folder.state(job.client),
+            job.local,
+            consensus=job.consensus,
+            deadline=job.deadline,
+            validation=None if validation is None or len(validation) == 0 else self.data.take(validation),
+            masker=simulated(job.client, broadcast.roster, recipe.seeds.training) if recipe.secure else None,
+        )
+        upload = train(broadcast, site, job.until, self.emit, self.trainer)
+        last = job.until == broadcast.last_epoch  # a lost snapshot before it is trained again
+        upload.write(folder.upload(job.client), flush=last)
+        return job.client
+
+    def _read(self, path: Path) -> Broadcast:
+        """The broadcast, read once for all clients that share it; a new version of the file is read again."""
+        version = path, path.stat().st_mtime_ns
+        if self._broadcast is None or self._broadcast[0] != version:
+            self._broadcast = version, Broadcast.read(path)
+        return self._broadcast[1]
+
+
+class WorkerPool:
+    """Workers that take jobs, as a context. A pool of one works in this process."""
+
+    def __init__(self, data: Images, size: int, emit: Emit = silent, deadline: float | None = None) -> None:
+        self.data, self.size, self.emit, self.deadline = data, size, emit, deadline
+        self._own: Worker | None = None
+        self._pool: ProcessPoolExecutor | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> WorkerPool:
+        if self.size == 1:
+            self._own = Worker(self.data, self.emit)
+        else:
+            shared = Images(self.data.pixels.share_memory_(), self.data.labels.share_memory_())
+            pool = worker_pool(self.size, load_workers(__name__), self.emit, _begin, shared)
+            self._pool = self._stack.enter_context(pool)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._own = None
+        self._stack.__exit__(*error)
+
+    @property
+    def out_of_time(self) -> bool:
+        return self.deadline is not None and time.time() >= self.deadline
+
+    def submit(self, job: TrainJob) -> Future[str]:
+        """Train one client; the future has its name."""
+        job = replace(job, deadline=self.deadline)
+        if self._pool is not None:
+            with hidden_main():
+                return self._pool.submit(_work, job)
+        assert self._own is not None, "the pool is not entered"
+        done: Future[str] = Future()
+        done.set_result(self._own.run(job))
+        return done
+
+
+_worker: Worker
+"""The one Worker of a worker process, set by `_begin`."""
+
+
+def _begin(events: Any, data: Images) -> None:
+    """The first call in a worker process of a pool."""
+    global _worker
+    _worker = Worker(data, events.put)
+    begin_worker()
+
+
+def _work(job: TrainJob) -> str:
+    return _worker.run(job)

@@ -1,0 +1,1 @@
+"""Many runs: sweeps, and one recipe over several partitions."""

@@ -1,0 +1,288 @@
+"""A grid of runs: methods × α × partitions × seeds × any recipe key; every cell is a run folder.
+
+What is done is skipped, what was begun is resumed, so a sweep can be stopped at any moment (or by its own time budget, between
+epochs) and started again. Cells run side by side on the machine's cores or GPUs, or as tasks of a Ray cluster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import torch
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from oneround.acts import resolve
+from oneround.config.load import Overrides, change, checked, load, pairs, read_mapping
+from oneround.config.parts import Strict
+from oneround.config.recipe import Recipe
+from oneround.config.sections import Seed
+from oneround.data import Dataset, load_dataset
+from oneround.errors import OneroundError, OutOfTime, RecipeError, RunError
+from oneround.processes import begin_worker, forked_from, hidden_main, worker_pool
+from oneround.runs.folder import RunFolder
+from oneround.runs.record import flat
+from oneround.simulate import run
+from oneround.training import Emit, silent
+
+MOST = 1000  # seeds in a range
+
+
+def _range(value: Any) -> Any:
+    """Seeds given as `1-5`, as a list."""
+    match = re.fullmatch(r"(\d+)-(\d+)", value) if isinstance(value, str) else None
+    if match is None:
+        return value
+    first, last = int(match[1]), int(match[2])
+    if not first <= last < first + MOST:
+        raise ValueError(f"{value} is no range of 1 to {MOST:,} seeds; give the first and the last, 1-5")
+    return list(range(first, last + 1))
+
+
+def _different(values: list[Any]) -> list[Any]:
+    """Refuse a value that is there twice."""
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"names {value} twice")
+    return values
+
+
+T = TypeVar("T")
+Different = Annotated[list[T], AfterValidator(_different)]
+Values = Annotated[Different[T], Field(min_length=1)]
+Seeds = Annotated[Values[Seed], BeforeValidator(_range)]
+
+
+class Grid(Strict):
+    """Methods, partitions, seeds and recipe keys of a sweep."""
+
+    methods: Values[str]
+    """Presets by name or alias, or recipe files."""
+    alpha: Different[Annotated[float, Field(gt=0)]] = Field(default=[])
+    """Values of partition.alpha; default: each recipe's own."""
+    partitions: Seeds = Field(default=[1])
+    """Partition seeds: a list, or `1-5`."""
+    seeds: Seeds = Field(default=[1])
+    """Initialisation and training seeds: repeats on the same partition."""
+    grid: dict[str, Values[Any]] = Field(default={})
+    """Recipe keys with the values to try: `alignment.weight.value: [1, 5, 10]`."""
+    set: dict[str, Any] = Field(default={})
+    """Recipe keys that are the same in every cell."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid."""
+
+    name: str
+    """Its folder within the sweep's."""
+    recipe: Recipe
+
+
+def read_grid(path: str | PathLike[str]) -> dict[str, Any]:
+    """The content of a sweep's YAML file, checked; the command line may add to it."""
+    path = Path(path)
+    raw = read_mapping(path, "a sweep is a YAML mapping (methods: [...], partitions: 1-5, …)")
+    with _naming(path):
+        checked(Grid, raw)
+    return raw
+
+
+@contextmanager
+def _naming(name: str | Path) -> Iterator[None]:
+    """Prefix every line of an error with the file or preset it is about."""
+    try:
+        yield
+    except RecipeError as error:
+        lines = [line if str(name) in line else f"{name}: {line}" for line in str(error).splitlines()]
+        raise RecipeError("\n".join(lines)) from None
+
+
+def cells(grid: Grid, local: Overrides = ()) -> list[Cell]:
+    """Every combination, methods varying fastest: after each partition all methods can be compared."""
+    varied: dict[str, list[Any]] = {**({"partition.alpha": grid.alpha} if grid.alpha else {}), **grid.grid}
+    combinations = list(itertools.product(*([(key, value) for value in values] for key, values in varied.items())))
+    local = list(pairs(local))
+    grid_cells, methods = list[Cell](), dict[str, str]()
+    for partition, seed, changed, method in itertools.product(grid.partitions, grid.seeds, combinations, grid.methods):
+        seeds = [("seeds.partition", partition), ("seeds.initialisation", seed), ("seeds.training", seed)]
+        with _naming(method):
+            recipe = load(method, [*grid.set.items(), *changed, *seeds, *local])
+        parts = [Path(method).stem, *(f"{key.split('.')[-1]}={_word(value)}" for key, value in changed)]
+        run_name = f"partition_{partition}" + (f"_seed_{seed}" if len(grid.seeds) > 1 else "")
+        name = f"{'_'.join(parts)}/{run_name}"
+        if name in methods:
+            raise RecipeError(f"{methods[name]} and {method}: both would be kept in {name}; give one file another name")
+        methods[name] = method
+        grid_cells.append(Cell(name, recipe))
+    return grid_cells
+
+
+def _word(value: Any) -> str:
+    return re.sub(r"[^\w.+-]+", "-", str(value))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a sweep."""
+
+    done: tuple[str, ...]
+    failed: Mapping[str, str]
+    left: tuple[str, ...]
+
+
+def sweep(
+    grid_cells: Sequence[Cell],
+    folder: str | PathLike[str],
+    *,
+    minutes: float | None = None,
+    workers: int | None = None,
+    ray: str | None = None,
+    emit: Emit = silent,
+) -> Progress:
+    """Run the cells that are not done yet. A cell that fails raises nothing: it is reported, and the others go on."""
+    if minutes is not None and not minutes > 0:
+        raise RecipeError(f"--minutes {minutes}: must be a number above 0")
+    folder = Path(folder)
+    deadline = time.time() + 60 * minutes if minutes else None
+    waiting = [cell for cell in grid_cells if not RunFolder(folder / cell.name).result.exists()]
+    emit({"event": "sweep", "cells": len(grid_cells), "done": len(grid_cells) - len(waiting)})
+    failed: dict[str, str] = {}
+    for cell in grid_cells:  # before anything trains: a mistake in the last cell should not show after an hour
+        _check(cell, folder)
+    _loaded.clear()
+    with _on_ray(ray) if ray else _on_this_machine(workers, waiting, emit) as (submit, width):
+        queue = iter(waiting)
+        running: dict[Future[dict[str, float]], str] = {}
+        while True:
+            in_time = deadline is None or time.time() < deadline
+            for cell in itertools.islice(queue, width - len(running) if in_time else 0):
+                running[submit(cell, folder, deadline)] = cell.name
+            if not running:
+                break
+            for task in wait(running, return_when=FIRST_COMPLETED).done:
+                _record_outcome(task, running.pop(task), failed, emit)
+    done = tuple(cell.name for cell in grid_cells if RunFolder(folder / cell.name).result.exists())
+    left = tuple(cell.name for cell in grid_cells if cell.name not in done and cell.name not in failed)
+    return Progress(done, failed, left)
+
+
+def _check(cell: Cell, folder: Path) -> None:
+    """Refuse a cell whose folder holds a run of another recipe, done or begun."""
+    run_folder = RunFolder(folder / cell.name)
+    if not run_folder.recipe.exists():
+        return
+    stored, requested = run_folder.read_recipe(), resolve(cell.recipe, _data(cell.recipe))
+    if stored.digest != requested.digest:
+        old, new = dict(flat(stored.plain())), dict(flat(requested.plain()))
+        key = next(key for key in [*new, *old] if old.get(key) != new.get(key))
+        raise RecipeError(
+            f"{run_folder.path}: holds a run with {key} = {old.get(key)}, not {new.get(key)}; choose another --out"
+        )
+
+
+def _record_outcome(task: Future[dict[str, float]], name: str, failed: dict[str, str], emit: Emit) -> None:
+    """Record and emit a cell's outcome."""
+    try:
+        accuracy = task.result()
+    except OutOfTime:
+        emit({"event": "cell", "name": name, "state": "stopped"})
+    except OneroundError as error:
+        failed[name] = str(error)
+        emit({"event": "cell", "name": name, "state": "failed", "text": str(error)})
+    except BrokenProcessPool:
+        raise RunError(
+            "a worker of the sweep died (out of memory?); the same command goes on where it was, perhaps with fewer --workers"
+        ) from None
+    else:
+        emit({"event": "cell", "name": name, "state": "done", "accuracy": accuracy})
+
+
+def work(
+    cell: Cell, folder: Path, deadline: float | None, emit: Emit = silent, device: str | None = None
+) -> dict[str, float]:
+    """Run one cell, in whatever process; returns the accuracy of every rule.
+
+    Its clients train one after another: the other cores have cells of their own.
+    """
+    device = device if cell.recipe.local.device == "auto" else None
+    recipe = change(cell.recipe, {"local.workers": 1} | ({} if device is None else {"local.device": device}))
+    result = run(recipe, folder / cell.name, data=_data(recipe), resume=True, emit=emit, deadline=deadline)
+    return dict(result.rules)
+
+
+_loaded: dict[tuple[str, Path | None], Dataset] = {}
+
+
+def _data(recipe: Recipe) -> Dataset:
+    """The data set of a recipe, read once per process; one at a time."""
+    key = json.dumps(recipe.data.dump(), sort_keys=True), recipe.local.data_path
+    if key not in _loaded:
+        _loaded.clear()
+        _loaded[key] = load_dataset(recipe.data, recipe.local.data_path)
+    return _loaded[key]
+
+
+# --- where cells run -------------------------------------------------------------------------------------------------
+
+Submit = Callable[[Cell, Path, float | None], "Future[dict[str, float]]"]
+
+
+@contextmanager
+def _on_this_machine(workers: int | None, waiting: Sequence[Cell], emit: Emit) -> Iterator[tuple[Submit, int]]:
+    """Processes on this machine: one per GPU, or one per core each training with one thread."""
+    gpus = torch.cuda.device_count() if any(cell.recipe.local.device == "auto" for cell in waiting) else 0
+    width = max(1, min(workers or gpus or os.cpu_count() or 1, len(waiting)))
+    processes = forked_from(__name__)
+    devices = processes.SimpleQueue()
+    for number in range(width):
+        devices.put(f"cuda:{number % gpus}" if gpus else None)
+    with worker_pool(width, processes, emit, _begin, devices) as pool, hidden_main():
+        yield lambda cell, folder, deadline: pool.submit(_work_here, cell, folder, deadline), width
+
+
+_device: str | None = None
+_emit: Emit = silent
+
+
+def _begin(events: Any, devices: Any) -> None:
+    """First call in a worker process."""
+    global _device, _emit
+    begin_worker()
+    _device, _emit = devices.get(), events.put
+
+
+def _work_here(cell: Cell, folder: Path, deadline: float | None) -> dict[str, float]:
+    """`work` on this worker's device; events name the cell."""
+    return work(cell, folder, deadline, lambda event: _emit({**event, "cell": cell.name}), _device)
+
+
+@contextmanager
+def _on_ray(address: str) -> Iterator[tuple[Submit, int]]:
+    """Tasks of a Ray cluster; its machines must share the folder and find the data at the same path."""
+    try:
+        import ray
+    except ImportError:
+        raise RecipeError("--ray: Ray is not installed here; pip install ray") from None
+    ray.init(address=address, log_to_driver=False, include_dashboard=False if address == "local" else None)
+    try:
+        resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        gpus = int(resources.get("GPU", 0))
+        task = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_retries=0)(work)
+        yield (
+            lambda cell, folder, deadline: task.remote(cell, folder.resolve(), deadline).future(),
+            max(1, gpus or int(resources["CPU"])),
+        )
+    finally:
+        ray.shutdown()

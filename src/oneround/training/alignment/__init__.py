@@ -1,0 +1,1 @@
+"""Alignment of prototypes or features with fixed anchors: anchors, weights, schedules, guards."""

@@ -1,0 +1,53 @@
+"""A queue of a client's past features, and the log prior of its labels.
+
+Both live in tensors at fixed addresses, so that a recorded step uses the current values. Both belong to one client and are
+reset for the next.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from oneround.config.sections import Queue
+from oneround.training.objective import Batch, Features
+
+EMPTY = -1
+TINY = 1e-8
+
+
+class FeatureQueue:
+    """A client's most recent features, the newest first; empty slots have the label −1."""
+
+    def __init__(self, options: Queue, features: int, device: torch.device) -> None:
+        self.options = options
+        self.features = Features(
+            torch.zeros(options.size, features, device=device),
+            torch.full((options.size,), EMPTY, dtype=torch.int64, device=device),
+        )
+        self.open = torch.zeros((), dtype=torch.bool, device=device)
+
+    @property
+    def live(self) -> dict[str, Tensor]:
+        """Its state between epochs; live tensors, not a copy."""
+        return {"unit": self.features.unit, "labels": self.features.labels}
+
+    def clear(self) -> None:
+        self.features.unit.zero_()
+        self.features.labels.fill_(EMPTY)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Keep features only after the warm-up: those of the first epochs change too fast."""
+        self.open.fill_(epoch >= self.options.warm_up)
+
+    def push(self, batch: Batch) -> None:
+        """Push the batch's features; the oldest are dropped."""
+        size = len(self.features.labels)
+        labels = torch.where(self.open, batch.labels, EMPTY)
+        self.features.unit.copy_(torch.cat([batch.unit.detach(), self.features.unit])[:size])
+        self.features.labels.copy_(torch.cat([labels, self.features.labels])[:size])
+
+
+def log_prior(counts: Tensor) -> Tensor:
+    """log of every class's share of a client's samples (classes,); a class without samples gets a very low value."""
+    return ((counts.float() + TINY) / counts.sum()).log()

@@ -1,0 +1,280 @@
+"""The training loop of every network, at the clients and at the server.
+
+Data lives on the device; a step gathers a batch, augments it, encodes all views in one pass and updates the weights. Nothing is
+read back from the device within an epoch. State is saved between epochs, so a killed client resumes from the last saved one.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from oneround.config.sections import Training
+from oneround.data import Images
+from oneround.data.augment import draw
+from oneround.errors import OutOfTime, RunError
+from oneround.models import PrototypeNet
+from oneround.models.prototype import on_cpu
+from oneround.protocol import Broadcast, blob
+from oneround.protocol.encoding import layout_of
+from oneround.protocol.messages import parted, prefixed
+from oneround.seeds import generator
+from oneround.site import Site
+from oneround.training import safeguards
+from oneround.training.alignment.aligner import instability_threshold
+from oneround.training.batches import batches
+from oneround.training.step import Stepper
+
+log = logging.getLogger("oneround")
+Emit = Callable[[dict[str, Any]], None]
+
+
+def silent(event: dict[str, Any]) -> None:
+    """Default callback: log warnings, drop everything else."""
+    if event["event"] == "trouble":
+        log.warning(event["text"])
+
+
+class Companion(Protocol):
+    """Learns beside a client's network and may change it (mergenet/single.py)."""
+
+    def after_step(
+        self, net: PrototypeNet, pixels: Tensor, labels: Tensor, numbers: Tensor, rate: float, last: bool
+    ) -> None:
+        """Called after a step on this batch (all views) at this learning rate; `last`: the last step of the training."""
+        ...
+
+    def largest_batch(self) -> int:
+        """After an out-of-memory error: the largest batch size that fits; 0 if none."""
+        ...
+
+    def report(self) -> dict[str, float]:
+        """Metrics since the last call."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Its state between epochs."""
+        ...
+
+    def load(self, state: dict[str, Tensor]) -> None: ...
+
+
+class Learner:
+    """One site's local training: the network, its epoch and its metrics. One at a time per trainer."""
+
+    def __init__(
+        self,
+        broadcast: Broadcast,
+        site: Site,
+        emit: Emit = silent,
+        trainer: Trainer | None = None,
+        teacher: Callable[[Tensor], Tensor] | None = None,
+        companion: Companion | None = None,
+        batch_key: str = "training.batch_size",
+    ) -> None:
+        """Resume from the state in the site's folder, or start from the broadcast.
+
+        `trainer`: the worker's own; `teacher`: its scores are the targets of distillation; `companion`: learns beside the
+        network; `batch_key`: the recipe's key of the batch size, for the message when it does not fit.
+        """
+        if not site.data:
+            raise RunError(f"{site.name}: no data to train on")
+        self.broadcast, self.site, self.emit, self.batch_key = broadcast, site, emit, batch_key
+        self.recipe, self.training = broadcast.recipe, broadcast.recipe.training
+        self.data: Images = site.data.to(site.device)
+        self.counts = self.data.class_counts(broadcast.classes)
+        self.stepper = (trainer or Trainer()).bind(broadcast, site, teacher)
+        self.net = self.stepper.net
+        self.companion = companion
+        self.epoch = broadcast.first_epoch
+        """Number of completed epochs of the whole training; a round continues where the last one ended."""
+        self.history: list[dict[str, Any]] = []
+        self.stopped: str | None = None
+        """Why training stopped early, with figures: for this site only."""
+        self.stopped_summary = ""
+        """The same without figures that depend on the site's class counts."""
+        self.stepper.begin_client(self.counts)
+        self._resume()
+
+    def train(self, until: int) -> None:
+        """Train to the end of epoch `until`, saving state on the way; a safeguard may stop it earlier."""
+        saved = time.monotonic()
+        while self.epoch < until and not self.stopped:
+            before = {name: tensor.clone() for name, tensor in self.stepper.learned.items()}
+            try:
+                metrics = self._run_epoch()
+            except torch.OutOfMemoryError:
+                metrics = None  # memory of the failed step is freed when this block ends
+            if metrics is None:
+                raise RunError(self._out_of_memory_message())
+            if not self._passes_safeguards(metrics, before):
+                continue
+            self.epoch += 1
+            self.history.append(metrics)
+            self.emit({"event": "epoch", "client": self.site.name, **metrics})
+            late = self.site.deadline is not None and time.time() >= self.site.deadline and self.epoch < until
+            due = late or self.epoch == until or time.monotonic() - saved >= self.site.local.checkpoint_seconds
+            if due and self.epoch < self.broadcast.last_epoch:  # afterwards the upload replaces the state
+                self.save()
+                saved = time.monotonic()
+            if late:
+                raise OutOfTime(
+                    f"{self.site.name}: stopped after epoch {self.epoch}, the time is over; resume to go on"
+                )
+
+    def _passes_safeguards(self, metrics: dict[str, Any], before: dict[str, Tensor]) -> bool:
+        """Whether the epoch counts; an epoch whose loss is not finite is undone."""
+        threshold = instability_threshold(self.recipe, *self.net.prototypes.shape)
+        trouble = safeguards.check_epoch(self.recipe, metrics, threshold)
+        if trouble is None:
+            return True
+        reported = any(trouble.kind in entry.get("trouble", ()) for entry in self.history)
+        metrics["trouble"] = [trouble.kind]
+        text, action = f"{self.site.name}, {trouble.text}", self.recipe.safeguards.on_explosion
+        aligner, undone = self.stepper.aligner, trouble.kind == "not-finite"
+        if undone:
+            self.stepper.restart()
+            self._restore(before)
+        if action == "clamp" and aligner and trouble.kind != "weight" and float(aligner.ceiling) > 0:
+            aligner.ceiling.zero_()
+            text += "; its alignment is switched off from now on"
+        elif action == "clamp" and trouble.kind == "weight":
+            text += "; λ is clamped to the limit from now on"
+        elif action == "stop" or undone:
+            completed = metrics["epoch"] - undone
+            ending = "; stopped" + f", its weights after epoch {completed} are kept" * (completed > 0)
+            self.stopped = text = f"{text}{ending}"
+            self.stopped_summary = f"{self.site.name}, {trouble.summary}{ending}"
+        if not reported:
+            self.emit({"event": "trouble", "text": text})
+        return not undone
+
+    def _restore(self, learned: dict[str, Tensor]) -> None:
+        for name, tensor in self.stepper.learned.items():
+            tensor.copy_(learned[name])
+
+    def _out_of_memory_message(self) -> str:
+        fits, key = self.stepper.largest_batch(), self.batch_key
+        if self.companion:
+            fits = min(fits, self.companion.largest_batch())
+        fix = f"{fits} would (--set {key}={fits})" if fits else "not even 1 would; take a smaller encoder"
+        return f"{self.site.name}: {key} = {self.training.batch_size} does not fit into the memory of {self.site.device}; {fix}"
+
+    def _run_epoch(self) -> dict[str, Any]:
+        start = reported = time.monotonic()
+        plan, rate = self._draw_batches(), 0.0
+        aligner, consensus = self.stepper.aligner, self.site.consensus
+        self.stepper.begin_epoch(self.epoch, consensus)
+        with self.stepper.stream_context():
+            for step, (index, numbers) in enumerate(plan):
+                rate = learning_rate(self.training, self.epoch + step / len(plan), self.recipe.epochs)
+                batch = self.data.pixels[index], self.data.labels[index], numbers, rate
+                self.stepper(*batch)
+                if self.companion:
+                    last = step + 1 == len(plan) and self.epoch + 1 == self.broadcast.last_epoch
+                    self.companion.after_step(self.net, *batch, last)
+                if time.monotonic() - reported > 0.2:
+                    reported = time.monotonic()
+                    done = {"epoch": self.epoch + 1, "done": step + 1, "of": len(plan)}
+                    self.emit({"event": "steps", "client": self.site.name, **done})
+            metrics: dict[str, Any] = {"epoch": self.epoch + 1, "steps": len(plan), "learning_rate": rate}
+            metrics |= self.stepper.means(len(plan)) | (self.companion.report() if self.companion else {})
+            if self._traced(len(plan)):
+                metrics["gradients"] = self.stepper.gradients()
+        metrics["classes_seen"] = int((self.counts > 0).sum())
+        if aligner:
+            metrics |= aligner.report(self.epoch, consensus)
+        return {**metrics, "seconds": time.monotonic() - start}
+
+    def _draw_batches(self) -> list[tuple[Tensor, Tensor]]:
+        """Sample indices and random numbers of every batch of the epoch, all views of a batch in one pass.
+
+        Random numbers are drawn on the CPU, so every device makes the same views.
+        """
+        seed, views, device = self.recipe.seeds.training, self.training.views, self.site.device
+        plan = batches(self.data.labels.cpu(), self.training, generator(seed, self.site.name, self.epoch, "shuffle"))
+        random = generator(seed, self.site.name, self.epoch, "augment")
+        per_batch, sizes = self.training.augment.per_batch, [views * len(index) for index in plan]
+        numbers = torch.cat([draw(len(index), random, per_batch=per_batch) for index in plan for _ in range(views)])
+        indices = torch.cat([index.repeat(views) for index in plan])
+        return list(zip(indices.to(device).split(sizes), numbers.to(device).split(sizes), strict=True))
+
+    def _traced(self, steps: int) -> bool:
+        """Whether to record gradients at the end of this epoch: every `trace.every` steps, and after the first and last epoch."""
+        every = self.recipe.trace.every
+        if not every:
+            return False
+        done = self.epoch * steps
+        return self.epoch == 0 or self.epoch + 1 == self.recipe.epochs or done // every != (done + steps) // every
+
+    # --- state that survives a kill ----------------------------------------------------------------------------------
+
+    @property
+    def _path(self) -> Path | None:
+        return self.site.folder / "state.safetensors" if self.site.folder else None
+
+    def save(self) -> None:
+        """Write the state, replacing the last one."""
+        if self._path is None:
+            return
+        momentum = {} if self.training.restart_optimizer else self.stepper.momentum
+        companion = self.companion.state() if self.companion else {}
+        tensors = self.stepper.learned | prefixed(momentum=momentum, companion=companion)
+        owner = {"client": self.site.name, "recipe_digest": self.broadcast.digest, "epoch": self.epoch}
+        raw = blob.pack(
+            "state", {name: on_cpu(value) for name, value in tensors.items()}, {**owner, "history": self.history}
+        )
+        blob.write_durably(self._path, raw, flush=False)
+
+    def _resume(self) -> None:
+        """Load the saved state, if there is one of this round."""
+        if self._path is None or not self._path.is_file():
+            return
+        manifest, tensors = blob.read(self._path, "state")
+        if (manifest["client"], manifest["recipe_digest"]) != (self.site.name, self.broadcast.digest):
+            raise RunError(f"{self._path}: state of another client or recipe; remove it to start over")
+        if not self.broadcast.first_epoch < int(manifest["epoch"]) <= self.broadcast.last_epoch:
+            return
+        saved = parted(tensors, "momentum", "companion")
+        self._restore(tensors)
+        self.stepper.restart(saved["momentum"])
+        if self.companion:
+            self.companion.load(saved["companion"])
+        self.epoch, self.history = int(manifest["epoch"]), list(manifest["history"])
+
+
+def learning_rate(training: Training, epoch: float, epochs: int) -> float:
+    """The learning rate after `epoch` (fractional within an epoch) of `epochs` in the whole training."""
+    if training.schedule == "cosine":
+        return training.learning_rate * (1 + math.cos(math.pi * epoch / epochs)) / 2
+    passed = sum(epoch % training.epochs >= milestone for milestone in training.milestones)
+    return training.learning_rate * training.factor**passed
+
+
+class Trainer:
+    """A worker's network and training step at fixed addresses, bound to one broadcast at a time; clients take turns."""
+
+    def __init__(self) -> None:
+        self._stepper: Stepper | None = None
+        self._structure: object = None
+
+    def bind(self, broadcast: Broadcast, site: Site, teacher: Callable[[Tensor], Tensor] | None = None) -> Stepper:
+        """The step with this broadcast's values in its buffers; rebuilt only if the recipe, sizes or device differ."""
+        sizes = (broadcast.classes, broadcast.shape, layout_of(broadcast.extras))
+        structure = (broadcast.digest, sizes, site.device, site.bf16, site.local.compile, site.local.record, teacher)
+        if self._stepper is None or self._structure != structure:
+            self._stepper = None
+            if site.device.type == "cuda":
+                gc.collect()  # the old recording holds device memory until it is collected
+                torch.cuda.empty_cache()
+            self._stepper, self._structure = Stepper(broadcast, site, teacher), structure
+        self._stepper.bind(broadcast)
+        return self._stepper

@@ -1,0 +1,272 @@
+"""One training step: random views of a batch, the objective and the alignment, their gradient, one optimiser step.
+
+On a GPU the step is recorded once as a CUDA graph and replayed, which avoids the kernel launch overhead of small networks. All
+tensors of a step live at fixed addresses: clients that take turns load their weights into the same network, and a restarted
+optimiser zeroes its momentum in place.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+
+from oneround.config.sections import Stage
+from oneround.data.augment import COLUMNS, views
+from oneround.models import PrototypeNet
+from oneround.models.prototype import build
+from oneround.protocol import Broadcast
+from oneround.protocol.messages import prefixed
+from oneround.site import Site
+from oneround.training import objective, trace
+from oneround.training.alignment.aligner import Aligner
+from oneround.training.feature_queue import FeatureQueue, log_prior
+from oneround.training.sgd import SGD
+
+log = logging.getLogger("oneround")
+WARM_UP = 3  # eager steps before one is recorded
+EXTRAS = (
+    "anchors",
+    "bank.features",
+    "bank.labels",
+    "reference.features",
+)  # the broadcast's extras that a training step reads
+
+
+@lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that steps run and are recorded on; one per process, since libraries keep a workspace for every stream."""
+    return torch.cuda.Stream(device)
+
+
+@dataclass
+class StageSteps:
+    """The terms, metrics and recorded graph of the steps of one stage."""
+
+    terms: objective.Weighted
+    aligns: bool
+    names: list[str]
+    sums: Tensor
+    """Of the metrics with these names, over the steps of an epoch."""
+    to_warm: int
+    """Warm-up steps left before a step is recorded; −1: steps are never recorded."""
+    graph: torch.cuda.CUDAGraph | None = None
+    batch: objective.Batch | None = None
+    """The batch of the recorded step; every replay overwrites it."""
+
+
+class Stepper:
+    """A network, its optimiser and its training step."""
+
+    def __init__(self, broadcast: Broadcast, site: Site, teacher: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Allocate buffers of this broadcast's sizes; `bind` fills them. `teacher`: normalised images → scores."""
+        recipe, training, device = broadcast.recipe, broadcast.recipe.training, site.device
+        self.recipe, self.training, self.device, self.bf16 = recipe, training, device, site.bf16
+        self.shape, self.teacher = broadcast.shape, teacher
+        net = build(recipe.encoder, broadcast.shape[0], broadcast.classes, recipe.model.head)
+        self.net: PrototypeNet = net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.encode: Callable[[Tensor], Tensor] = self.net.encoder
+        if site.local.compile:
+            self.encode = torch.compile(self.net.encoder, dynamic=False)
+        extras = {name: broadcast.extras[name] for name in EXTRAS if name in broadcast.extras}
+        self.extras = {name: torch.empty_like(value, device=device) for name, value in extras.items()}
+        self.bank: objective.Features | None = None
+        if recipe.bank is not None:
+            self.bank = objective.Features(self.extras["bank.features"], self.extras["bank.labels"])
+        self.queue = FeatureQueue(recipe.queue, self.net.encoder.features, device) if recipe.queue else None
+        self.prior = torch.zeros(broadcast.classes, device=device)
+        self.aligner: Aligner | None = None
+        variables: list[nn.Parameter] = []
+        self.pace, clips_variables = 1.0, False
+        if recipe.alignment is not None:
+            start = torch.empty_like(broadcast.weights["prototypes"], device=device)
+            self.aligner = Aligner(recipe, recipe.alignment, self.extras["anchors"], start)
+            variables = list(self.aligner.variables.values())
+            self.pace, clips_variables = self.aligner.weight.pace()
+        # SGD on the network, and on λ's variables with a learning rate of their own.
+        self.rate, self.own_rate = (torch.tensor(training.learning_rate, device=device) for _ in range(2))
+        self.optimizer = SGD(training.momentum)
+        self.optimizer.add(list(self.net.parameters()), self.rate, training.weight_decay)
+        self.optimizer.add(variables, self.own_rate)
+        self.clipped = [*self.net.parameters(), *(variables if clips_variables else [])]
+        self.full = training.views * training.batch_size
+        """Images in a full batch, all views."""
+        self.stream = _side_stream(device) if device.type == "cuda" else None
+        records = site.local.record and self.stream is not None
+        self.inputs = self._blank_batch(self.full if records else 0)
+        """The batch that a recorded step reads."""
+        stages: list[Stage | None] = [*recipe.objective.stages] or [None]
+        self.stages = [self._stage(stage, WARM_UP if records else -1) for stage in stages]
+        self.stage = self.stages[0]
+        self.last_batch: objective.Batch | None = None
+
+    def _stage(self, stage: Stage | None, to_warm: int) -> StageSteps:
+        terms = objective.active(self.recipe.objective, stage)
+        aligns = self.aligner is not None and (stage is None or stage.align)
+        names = ["loss", "base", *(["align"] if aligns else []), *terms, "gradient_norm"]
+        return StageSteps(terms, aligns, names, torch.zeros(len(names), device=self.device), to_warm)
+
+    def _blank_batch(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Zeros as pixels, labels and random numbers of so many images."""
+        pixels = torch.zeros(size, *self.shape, dtype=torch.uint8, device=self.device)
+        labels = torch.zeros(size, dtype=torch.int64, device=self.device)
+        return pixels, labels, torch.zeros(size, COLUMNS, device=self.device)
+
+    # --- broadcasts, clients and epochs take turns: values change, addresses stay -----------------------------------------
+
+    def bind(self, broadcast: Broadcast) -> None:
+        """Copy a broadcast's weights, initial prototypes, anchors, bank and reference into the buffers."""
+        self.net.load_state_dict(broadcast.weights)
+        for name, buffer in self.extras.items():
+            buffer.copy_(broadcast.extras[name])
+        if self.aligner is not None:
+            self.aligner.start.copy_(broadcast.weights["prototypes"])
+
+    def begin_client(self, counts: Tensor) -> None:
+        """Start the training of a client with these class counts."""
+        self.prior.copy_(log_prior(counts))
+        self.restart()
+        if self.queue:
+            self.queue.clear()
+        if self.aligner:
+            self.aligner.begin_client(counts)
+
+    def begin_epoch(self, epoch: int, consensus: float) -> None:
+        """Prepare an epoch (from 0) of the whole training."""
+        self.net.train()
+        self.stage = self.stages[objective.stage_of(self.recipe.objective, epoch, self.recipe.epochs)]
+        if self.training.restart_optimizer:
+            self.restart()
+        if self.aligner:
+            self.aligner.begin_epoch(epoch, consensus)
+        if self.queue:
+            self.queue.begin_epoch(epoch)
+
+    @property
+    def learned(self) -> dict[str, Tensor]:
+        """Every tensor that training changes, the momentum aside; live, not a copy."""
+        alignment = self.aligner.live if self.aligner else {}
+        return prefixed(net=self.net.state_dict(), alignment=alignment, queue=self.queue.live if self.queue else {})
+
+    @property
+    def momentum(self) -> dict[str, Tensor]:
+        """The optimiser's momentum buffers by parameter; live, not a copy."""
+        named = dict(self.net.named_parameters()) | (self.aligner.variables if self.aligner else {})
+        buffers = self.optimizer.buffers
+        return {name: buffers[parameter] for name, parameter in named.items() if parameter in buffers}
+
+    def restart(self, momentum: dict[str, Tensor] | None = None) -> None:
+        """Reset the momentum, or load a saved one."""
+        for name, buffer in self.momentum.items():
+            buffer.copy_(momentum[name]) if momentum else buffer.zero_()
+
+    # --- steps -----------------------------------------------------------------------------------------------------------
+
+    def stream_context(self) -> torch.cuda.StreamContext | nullcontext[None]:
+        """The context all steps of an epoch run in."""
+        if self.stream is None:
+            return nullcontext()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self.stream)
+
+    def __call__(self, pixels: Tensor, labels: Tensor, numbers: Tensor, rate: float) -> None:
+        """Train on one batch (all views): pixels (n, …) uint8, labels (n,), numbers (n, COLUMNS)."""
+        self.rate.fill_(rate)
+        self.own_rate.fill_(rate * self.pace)
+        full = len(labels) == self.full
+        if full and self.stage.to_warm == 0:
+            for buffer, value in zip(self.inputs, (pixels, labels, numbers), strict=True):
+                buffer.copy_(value)
+            if self.stage.graph is None:
+                self._record()
+        if full and self.stage.graph is not None:
+            self.stage.graph.replay()
+            self.last_batch = self.stage.batch
+            return
+        self._step(pixels, labels, numbers)
+        if full and self.stage.to_warm > 0:
+            self.stage.to_warm -= 1
+
+    def largest_batch(self) -> int:
+        """After an out-of-memory error: the largest half, quarter, … of the batch size that fits; 0 if none.
+
+        A step on an eighth more is tried, to leave room for the rest of a run.
+        """
+        size = self.training.batch_size // 2
+        while size:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            try:
+                self._step(*self._blank_batch(self.training.views * (size + size // 8)))
+                return size
+            except torch.OutOfMemoryError:
+                size //= 2
+        return 0
+
+    def means(self, steps: int) -> dict[str, float]:
+        """Mean metrics per step since the last call, and the spread of the last features; waits for the device."""
+        assert self.last_batch is not None
+        values = torch.cat([self.stage.sums / steps, trace.spread(self.last_batch.unit)[None]]).tolist()
+        self.stage.sums.zero_()
+        return dict(zip([*self.stage.names, "spread"], values, strict=True))
+
+    def gradients(self) -> dict[str, Any]:
+        """Norms and cosines of the terms' gradients on the last batch."""
+        assert self.last_batch is not None
+        return trace.gradients(
+            self.stage.terms, self.last_batch, self.aligner.distance if self.aligner and self.stage.aligns else None
+        )
+
+    def _step(self, pixels: Tensor, labels: Tensor, numbers: Tensor) -> None:
+        with torch.no_grad():
+            inputs = views(pixels, numbers, self.training.augment).contiguous(memory_format=torch.channels_last)
+            answers = self.teacher(inputs) if self.teacher else None
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            features = self.encode(inputs).float()
+        batch = objective.Batch(
+            F.normalize(features, dim=1),
+            labels,
+            self.net.prototypes,
+            prior=self.prior,
+            bank=self.bank,
+            queue=self.queue.features if self.queue else None,
+            reference=self.extras.get("reference.features"),
+            answers=answers,
+            lengths=None if self.net.bias is None else features.norm(dim=1, keepdim=True),
+            bias=self.net.bias,
+        )
+        base, values = objective.evaluate(self.stage.terms, batch)
+        total, measured = base, [base]
+        if self.aligner is not None and self.stage.aligns:
+            align = self.aligner.distance(batch)
+            total = self.aligner.weigh(base, objective.floor(self.stage.terms, batch), align)
+            measured.append(align)
+        self.optimizer.zero_grad()
+        total.backward()
+        norm = clip_grad_norm_(self.clipped, self.training.clip_norm or math.inf)
+        self.optimizer.step()
+        self.stage.sums += torch.stack([total, *measured, *values.values(), norm]).detach()
+        lengths = None if batch.lengths is None else batch.lengths.detach()
+        self.last_batch = replace(batch, unit=batch.unit.detach(), lengths=lengths)
+        if self.queue:
+            self.queue.push(batch)
+
+    def _record(self) -> None:
+        """Record a step on the fixed buffers; a step that cannot be recorded runs eagerly."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self.stream):
+                self._step(*self.inputs)
+            self.stage.graph, self.stage.batch = graph, self.last_batch
+        except RuntimeError as error:
+            log.warning("a step cannot be recorded as a CUDA graph and runs eagerly: %s", str(error).splitlines()[0])
+            self.stage.to_warm = -1

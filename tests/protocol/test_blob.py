@@ -1,0 +1,70 @@
+"""One file format, and damage is noticed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from oneround import acts
+from oneround.errors import ProtocolError
+from oneround.protocol import Upload, blob
+from tampering import Federation, framed, refuse
+
+
+def test_many_bytes_are_hashed_as_few_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {str(number): torch.arange(number * 1000) for number in range(5)}
+    few = blob.checksum(tensors)
+    monkeypatch.setattr(blob, "MANY", 0)  # side by side, as if there were megabytes
+    assert blob.checksum(tensors) == few
+
+
+def test_reading_needs_no_pickle_and_no_history(federation: Federation) -> None:
+    raw = federation[2][0].pack()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    manifest = json.loads(header["__metadata__"]["oneround"])
+    assert {"format", "kind", "shapes", "sha256", "recipe_digest"} <= manifest.keys()
+    assert manifest["format"] == blob.FORMAT and manifest["kind"] == "upload"
+
+
+def test_a_newer_format_is_refused(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(blob, "FORMAT", 99)
+        raw = federation[2][0].pack()
+    refuse(federation, raw, f"format 99; this version reads format {blob.FORMAT}")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(share=st.floats(0, 0.9999))
+def test_a_truncated_file_is_refused_wherever_it_ends(federation: Federation, share: float) -> None:
+    raw = federation[2][0].pack()
+    refuse(federation, raw[: int(share * len(raw))], "refused")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
+def test_no_changed_byte_goes_unnoticed(federation: Federation, position: float, flip: int) -> None:
+    """One changed byte is refused, or it changed nothing that counts (a space in the header, a figure in the history)."""
+    _, broadcast, (upload, *_) = federation
+    raw = bytearray(upload.pack())
+    raw[int(position * len(raw))] ^= flip
+    try:
+        again = Upload.unpack(bytes(raw), broadcast, acts.statistics_of(broadcast))
+    except ProtocolError:
+        return
+    assert blob.checksum(again.weights) == blob.checksum(upload.weights)
+    assert blob.checksum(again.statistics) == blob.checksum(upload.statistics)
+
+
+def test_json_that_is_nested_too_deep_is_refused(federation: Federation) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    raw = federation[2][0].pack()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    refuse(federation, framed(deep.encode(), b""), "its header is nested too deep")
+    header["__metadata__"]["oneround"] = deep
+    refuse(federation, framed(json.dumps(header).encode(), raw[8 + length :]), "damaged manifest")

@@ -1,0 +1,37 @@
+"""TensorBoard and MLflow get what the log has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conftest import small_recipe
+from oneround.data import Dataset
+from oneround.simulate import run
+
+
+@pytest.mark.slow
+def test_metrics_go_to_tensorboard_and_mlflow_too(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    recipe = small_recipe(
+        training__epochs=2, snapshots=1, fusion=["iffi"], local__workers=1, local__sinks=["tensorboard", "mlflow"]
+    )
+    result = run(recipe, tmp_path / "runs" / "one", data=digits)
+    board = EventAccumulator(str(tmp_path / "runs" / "one" / "tensorboard"))
+    board.Reload()
+    scalars = [(event.step, event.value) for event in board.Scalars("accuracy/iffi")]
+    assert [step for step, _ in scalars] == [1, 2] and scalars[-1][1] == pytest.approx(result.rules["iffi"])
+    assert {"client_000/loss", "client_000/supervised-contrastive"} <= set(board.Tags()["scalars"])
+    client = MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    (kept,) = client.search_runs([client.get_experiment_by_name("oneround").experiment_id])
+    assert (
+        kept.data.metrics["accuracy/iffi"] == pytest.approx(result.rules["iffi"])
+        and kept.data.params["method"] == "fafi"
+    )
+    assert [entry.step for entry in client.get_metric_history(kept.info.run_id, "client_000/loss")] == [1, 2]

@@ -1,0 +1,98 @@
+"""One step: clipped, compiled, and with a batch that fits into memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from clients import broadcast_of, prepared, some
+from oneround import acts
+from oneround.config.recipe import Local
+from oneround.data import Dataset
+from oneround.errors import RunError
+from oneround.site import Site
+from oneround.training.loop import Trainer
+from oneround.training.step import Stepper
+
+
+def test_gradients_are_clipped(digits: Dataset) -> None:
+    """With a tiny norm allowed the weights hardly move; without clipping they do."""
+    broadcast = {norm: prepared(digits, training__clip_norm=norm) for norm in (1e-6, 0.0)}
+    moved = {}
+    for norm, each in broadcast.items():
+        upload = acts.train(each, some(digits, 100))
+        moved[norm] = float((upload.weights["prototypes"] - each.weights["prototypes"]).norm())
+    assert moved[1e-6] < 1e-5 < 1e-2 < moved[0.0]
+
+
+@pytest.mark.release
+def test_compiled_training_learns_the_same(digits: Dataset) -> None:
+    broadcast = prepared(digits, training__batch_size=50)
+    data = digits.train.take(torch.arange(100))
+    plain, compiled = (acts.train(broadcast, Site("site", data, local=Local(compile=how))) for how in (False, True))
+    for name, value in plain.weights.items():
+        assert torch.allclose(value.float(), compiled.weights[name].float(), atol=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("room", "words"), [(25, "16 would \\(--set training.batch_size=16\\)"), (0, "not even 1 would")]
+)
+def test_a_batch_that_does_not_fit_is_answered_with_one_that_does(
+    digits: Dataset, monkeypatch: pytest.MonkeyPatch, room: int, words: str
+) -> None:
+    """Memory for so many samples, and no more."""
+    step = Stepper._step
+
+    def short_of_memory(self: Stepper, pixels: torch.Tensor, labels: torch.Tensor, numbers: torch.Tensor) -> None:
+        if len(labels) > 2 * room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        step(self, pixels, labels, numbers)
+
+    monkeypatch.setattr(Stepper, "_step", short_of_memory)
+    with pytest.raises(RunError, match=rf"site: training.batch_size = 64 does not fit into the memory of cpu; {words}"):
+        acts.train(prepared(digits), some(digits, 100))
+
+
+def test_binding_fills_the_buffers_at_the_same_addresses(digits: Dataset) -> None:
+    """A recorded step reads fixed addresses, so new values must come into the old tensors."""
+    first = broadcast_of(digits, "v8", 2)
+    weights = {name: value + 1 for name, value in first.weights.items()}
+    other = replace(first, weights=weights, extras={name: -value for name, value in first.extras.items()})
+    site, trainer = some(digits, 10), Trainer()
+    stepper = trainer.bind(first, site)
+    assert stepper.aligner is not None
+    buffers = [stepper.net.prototypes.data, stepper.aligner.anchors, stepper.aligner.start]
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    assert trainer.bind(other, site) is stepper
+    expected = [weights["prototypes"], -first.extras["anchors"], weights["prototypes"]]
+    assert all(torch.equal(buffer, value) for buffer, value in zip(buffers, expected, strict=True))
+    assert [
+        stepper.net.prototypes.data_ptr(),
+        stepper.aligner.anchors.data_ptr(),
+        stepper.aligner.start.data_ptr(),
+    ] == addresses
+
+
+def test_another_recipe_or_another_size_makes_another_step(digits: Dataset) -> None:
+    site, trainer = some(digits, 10), Trainer()
+    first = broadcast_of(digits, "etf", 2)
+    stepper = trainer.bind(first, site)
+    assert trainer.bind(broadcast_of(digits, "etf", 3), site) is not stepper
+    stepper = trainer.bind(first, site)
+    assert trainer.bind(first, site) is stepper
+    weights = first.weights | {"prototypes": first.weights["prototypes"][:9]}
+    extras = {"anchors": first.extras["anchors"][:9]}
+    fewer = replace(first, class_names=first.class_names[:9], weights=weights, extras=extras)
+    assert trainer.bind(fewer, site).net.prototypes.shape[0] == 9
+
+
+def test_a_restart_forgets_the_momentum_or_takes_a_saved_one(digits: Dataset) -> None:
+    stepper = Trainer().bind(prepared(digits), some(digits, 10))
+    saved = {name: torch.full_like(value, 2.0) for name, value in stepper.momentum.items()}
+    stepper.restart(saved)
+    assert saved.keys() == dict(stepper.net.named_parameters()).keys()
+    assert all((value == 2).all() for value in stepper.momentum.values())
+    stepper.restart()
+    assert not any(value.any() for value in stepper.momentum.values())
