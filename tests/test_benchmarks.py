@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import mergenet
+import note_000
 import ridge
 import routed
+from oneround.data import Images
 from study import measured_on, together
 
 ROOT = Path(__file__).parents[1]
@@ -75,13 +79,15 @@ def test_the_mergenet_study_measures_every_method_once_and_goes_on(tmp_path: Pat
     assert "not measured" not in page and all(f"\n- {number}. " in page for number in range(1, 5))
 
 
-@pytest.mark.parametrize("name", ["cifar10_mergenet", "cifar10_ridge", "cifar10_ridge_cpu", "cifar10_routed"])
+@pytest.mark.parametrize(
+    "name", ["cifar10_mergenet", "cifar10_note_000", "cifar10_ridge", "cifar10_ridge_cpu", "cifar10_routed"]
+)
 def test_pages_that_are_kept_say_what_their_records_say(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, page = (ROOT / "results" / f"{name}.{ending}" for ending in ("json", "md"))
     (tmp_path / record.name).write_text(record.read_text())
-    made_by = {"mergenet": mergenet, "ridge": ridge, "routed": routed}[name.split("_")[1]]
+    made_by = {"mergenet": mergenet, "note": note_000, "ridge": ridge, "routed": routed}[name.split("_")[1]]
     monkeypatch.setattr(sys, "argv", [f"{made_by.__name__}.py", "--render", str(tmp_path / record.name)])
     made_by.main()
     assert (tmp_path / page.name).read_text() == page.read_text()
@@ -117,3 +123,30 @@ def test_routed_experts_are_measured_and_their_uploads_scored_in_every_encoding(
     joined = json.loads((tmp_path / "joined.json").read_text())
     assert joined["settings"]["partitions"] == "2" and joined["share_of_fp32"]["int8"] < 0.4
     assert all(len(costs) == 2 for costs in joined["cost_in_points"]["int8"].values())
+
+
+@pytest.mark.release
+def test_both_methods_of_note_000_are_paired_and_a_stopped_study_goes_on(tmp_path: Path) -> None:
+    small = ["--set", "model.encoder={kind: cnn, width: 4}", "--set", "bank.teacher_epochs=1"]
+    words = ["--data", "digits", "--runs", str(tmp_path / "runs"), "--partitions", "1", "--epochs", "1", "2"]
+    words += ["--kinds", "dirichlet", "--alphas", "0.5"]
+    for method, options in (("V4", small[:2]), ("V5", small)):
+        out = ["--methods", method, "--out", str(tmp_path / method)]
+        assert study("note_000", *words, *options, *out)[-1].startswith("2 of 2 runs")
+        assert len(study("note_000", *words, *options, *out)) == 1
+    assert not list((tmp_path / "runs").iterdir())
+    parts = [str(tmp_path / f"{method}.json") for method in note_000.METHODS]
+    study("note_000", "--join", *parts, "--out", str(tmp_path / "both"))
+    cells = json.loads((tmp_path / "both.json").read_text())["cells"]
+    assert len({cell["digest"] for cell in cells}) == 1
+    assert all({*note_000.MODES} <= {*cell["accuracy"]} and len(cell["cosine"]) == 5 for cell in cells)
+    assert "(one partition, no interval) at α = 0.5" in (tmp_path / "both.md").read_text()
+
+
+def test_a_short_last_test_batch_is_joined_and_batch_statistics_replace_running_ones() -> None:
+    images = Images(torch.zeros(10_000, 1, 1, 1, dtype=torch.uint8), torch.zeros(10_000, dtype=torch.int64))
+    assert [len(labels) for _, labels in note_000.batches_of(images, 256)] == [256] * 38 + [272]
+    norm, batch = nn.BatchNorm2d(3).eval(), 5 + 2 * torch.randn(64, 3, 4, 4)
+    note_000.use_batch_statistics(norm)
+    normalised = norm(batch)
+    assert normalised.mean().abs() < 1e-4 and (normalised.std() - 1).abs() < 1e-2
