@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,9 +106,9 @@ def commands(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start(*words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "oneround.cli", "federate", *words]
-        started.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        heeds_hang_up = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
+        started.append(subprocess.Popen(command, **pipes, text=True, cwd=tmp_path, preexec_fn=heeds_hang_up))
         return started[-1]
 
     yield start

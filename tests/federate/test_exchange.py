@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,6 +214,43 @@ def test_a_reply_whose_sender_is_given_up_is_an_error(half_sent: HalfSent) -> No
     reply = puller.pull("m")
     assert isinstance(reply, Error) and "announced a reply and did not send it all" in str(reply.reason)
     assert not puller.announced
+
+
+class Silent(HalfSent):
+    """A SuperLink that has ended: a look at all but the last part is tried again and again, as Flower does."""
+
+    waited_out = False
+
+    def PullObject(self, request: PullObjectRequest) -> PullObjectResponse:
+        last = list(self.parts)[-1]
+        until = time.monotonic() + (0 if request.object_id == last else 20)
+        while time.monotonic() < until:
+            time.sleep(0.05)
+        self.waited_out = self.waited_out or request.object_id != last
+        return PullObjectResponse(
+            object_found=True, object_available=True, object_content=self.parts[request.object_id]
+        )
+
+
+def test_a_server_whose_superlink_is_gone_can_be_interrupted() -> None:
+    """Flower raises the signal in a thread of its own; only a main thread that waits for no other thread sees it."""
+
+    class Ended(Exception):
+        pass
+
+    def end(*_: object) -> None:
+        raise Ended
+
+    InProcess({})
+    silent = Silent(Message(pack_message({"name": "a"}, b"an upload"), 1, TRAIN))
+    before = signal.signal(signal.SIGUSR1, end)
+    threading.Timer(0.5, signal.raise_signal, [signal.SIGUSR1]).start()
+    try:
+        with pytest.raises(Ended):
+            ReplyPuller(silent).pull("m")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not silent.waited_out
 
 
 def test_an_answer_that_is_ready_when_the_deadline_passes_is_counted(

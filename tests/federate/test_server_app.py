@@ -18,6 +18,7 @@ from oneround.data import Dataset, load_dataset
 from oneround.errors import ProtocolError, RecipeError, RunError
 from oneround.federate.server_app import serve
 from oneround.global_model import GlobalModel
+from oneround.runs.folder import RunFolder
 from oneround.runs.result import Result
 from oneround.server.plan import plan_run
 from oneround.simulate import run as simulate
@@ -132,6 +133,15 @@ def test_the_server_writes_its_outcome(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.undo()
     serve(Looking(SHARES), recipe, tmp_path / "run", NOW)
     assert json.loads(outcome.read_text()) == {"ok": True}
+
+
+def test_a_folder_in_which_another_server_is_at_work_is_an_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oneround.federate.server_app.ENDING", 0.1)
+    with RunFolder(tmp_path / "run").locked(), pytest.raises(RunError, match="another process is running here"):
+        serve(InProcess(SHARES), three(), tmp_path / "run", NOW)
+    assert "another process is running here" in json.loads((tmp_path / "run" / "outcome.json").read_text())["error"]
 
 
 def test_a_model_that_cannot_be_loaded_is_not_saved(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,16 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         pass
     with RunFolder(tmp_path).locked():
         pass
+
+
+def test_a_process_that_is_ending_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ExitStack() as ending:
+        ending.enter_context(RunFolder(tmp_path).locked())
+        threading.Timer(0.5, ending.pop_all().close).start()
+        with RunFolder(tmp_path).locked(patience=60):
+            assert [record.message for record in caplog.records] == [
+                f"{tmp_path}: waiting for another process here to end"
+            ]
 
 
 def test_few_bad_uploads_of_a_sender_are_kept(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from flwr.supercore.inflatable.inflatable_utils import (
     ObjectPullError,
     ObjectUnavailableError,
     inflate_object_from_contents,
-    pull_objects,
 )
 from flwr.superlink.grid.http_grid import HttpGrid
 
@@ -71,7 +70,8 @@ class ReplyPuller:
     """Pulls a reply when all of it has arrived, and never waits for the rest of one.
 
     `HttpGrid.pull_messages` asks for an announced object again and again, until the SuperLink gives its sender up after 180 s. Here
-    a look at a missing part is one short request. A reply whose sender is given up becomes an error, as there.
+    a look at a missing part is one short request. A reply whose sender is given up becomes an error, as there. Parts are pulled one
+    by one in the calling thread: Flower interrupts it when the SuperLink is gone, and a thread that waits for others does not notice.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -124,7 +124,7 @@ class ReplyPuller:
                 raise NotYetSent from None
 
         pull_part(reply.missing)  # the last one sent: while it is not there, nothing else is fetched
-        contents = pull_objects(reply.parts, pull_part)
+        contents = {part: pull_part(part) for part in reply.parts}
         client.ConfirmMessageReceived(
             ConfirmMessageReceivedRequest(node=grid.node, run_id=run_id, message_object_id=reply.message)
         )

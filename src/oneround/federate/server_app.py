@@ -37,6 +37,8 @@ from oneround.server.plan import Plan, plan_run
 app = ServerApp()
 log = logging.getLogger("oneround")
 
+ENDING = 120.0  # seconds that the process of a killed server may take to end
+
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
@@ -51,25 +53,28 @@ def main(grid: Grid, context: Context) -> None:
 def serve(grid: Grid, recipe: Recipe, folder: Path, pace: Pace) -> None:
     """Serve a whole federation; started again it goes on with the keys and uploads it has."""
     run_folder = RunFolder(folder)
-    with (
-        run_folder.locked(patience=30),
-        logging_to(folder / "run.log"),
-    ):  # the process of a killed server may take a while to end
-        (folder / OUTCOME).unlink(missing_ok=True)  # of an earlier start
+    folder.mkdir(parents=True, exist_ok=True)
+    with logging_to(folder / "run.log"):
         try:
-            plan = plan_run(recipe, load_dataset(recipe.data, recipe.local.data_path))
-            loop.check_federation(plan)
-            loop.open_run(plan, run_folder)
-            sites = FlowerSites(grid, pace, plan, run_folder)
-            if run_folder.result.exists():
-                sites.take_late()
-            else:
-                loop.serve(plan, run_folder, sites, LiveDiagnosis(folder, _log_finding))
-            run_folder.write_json(OUTCOME, {"ok": True})
+            with run_folder.locked(patience=ENDING):
+                (folder / OUTCOME).unlink(missing_ok=True)  # of an earlier start
+                _serve(grid, recipe, run_folder, pace)
+                run_folder.write_json(OUTCOME, {"ok": True})
         except OneroundError as error:
             log.error("%s", error)
             run_folder.write_json(OUTCOME, {"error": str(error)})
             raise
+
+
+def _serve(grid: Grid, recipe: Recipe, folder: RunFolder, pace: Pace) -> None:
+    plan = plan_run(recipe, load_dataset(recipe.data, recipe.local.data_path))
+    loop.check_federation(plan)
+    loop.open_run(plan, folder)
+    sites = FlowerSites(grid, pace, plan, folder)
+    if folder.result.exists():
+        sites.take_late()
+    else:
+        loop.serve(plan, folder, sites, LiveDiagnosis(folder.path, _log_finding))
 
 
 def _log_finding(finding: Finding) -> None:

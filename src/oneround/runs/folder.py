@@ -144,13 +144,16 @@ class RunFolder:
     def locked(self, patience: float = 0.0) -> Iterator[None]:
         """Hold the lock of the folder, which only one process has; wait `patience` seconds for one that is just ending."""
         self.path.mkdir(parents=True, exist_ok=True)
-        until = time.monotonic() + patience
+        until, waiting = time.monotonic() + patience, False
         with (self.path / ".lock").open("w") as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except OSError:
+                    if patience and not waiting:
+                        log.warning("%s: waiting for another process here to end", self.path)
+                        waiting = True
                     if time.monotonic() >= until:
                         raise RunError(
                             f"{self.path}: another process is running here; wait for it or choose another --out"
