@@ -38,6 +38,18 @@ def test_names_are_the_field_s(path: Path) -> None:
     assert not found, f"{path.relative_to(ROOT)} has identifiers called {', '.join(sorted(found))}"
 
 
+def test_keys_of_messages_and_files_are_the_field_s_too() -> None:
+    """`held` is read in models of version 0.1.0; `aside` is an element of HTML and a key of `diagnose --json`."""
+    found = {
+        (str(path.relative_to(ROOT / "src" / "oneround")), node.value)
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in DIALECT
+    }
+    assert {word for _, word in found} == {"held", "aside"}
+    assert {path for path, word in found if word == "held"} == {"fusion/routed.py"}
+
+
 def test_the_check_of_names_finds_each_kind_of_name() -> None:
     for text in (
         "told = 1",

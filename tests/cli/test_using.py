@@ -35,6 +35,9 @@ def test_fuse_says_which_statistics_are_missing(tmp_path: Path) -> None:
     good(
         "run", "fafi", "--epochs", "1", "--model", "cnn", "--set", "fusion=[iffi]", "--out", str(tmp_path / "x"), *SMALL
     )
+    assert "--set kind=iffi: the rule is named with --rule" in bad(
+        "fuse", str(tmp_path / "x"), "--rule", "average", "--set", "kind=iffi"
+    )
     assert "these uploads do not carry what it needs" in bad("fuse", str(tmp_path / "x"), "--rule", "typicality-gated")
     done = oneround("fuse", str(tmp_path / "x"), "--rule", "all")
     assert done.returncode == 0 and "typicality-gated is left out" in done.stderr
@@ -48,9 +51,13 @@ def test_evaluate_finds_the_data_of_a_run(digits: Dataset, tmp_path: Path) -> No
     }  # fmt: skip
     np.savez(tmp_path / "mine.npz", **arrays)
     np.savez(tmp_path / "fewer.npz", **{**arrays, "x_test": arrays["x_test"][:50], "y_test": arrays["y_test"][:50]})
-    words = ["run", "fafi", "--data", str(tmp_path / "mine.npz"), "--epochs", "1", "--model", "cnn", "--clients", "2"]
+    words = ["run", "fafi", "--data", "mine.npz", "--epochs", "1", "--model", "cnn", "--clients", "2"]
     good(*words, "--out", "x", *SMALL, cwd=tmp_path)
-    assert "of 200 test images" in good("evaluate", "x", cwd=tmp_path)
+    good("fuse", "x", "--rule", "average", cwd=tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    for folder in ("x", "x/model", "x/fused/average"):
+        assert "of 200 test images" in good("evaluate", folder, cwd=tmp_path), folder
+        assert "of 200 test images" in good("evaluate", f"../{folder}", cwd=tmp_path / "elsewhere"), folder
     fewer = str(tmp_path / "fewer.npz")
     assert "of 50 test images" in good("evaluate", "x", "--data-dir", fewer, cwd=tmp_path)
     assert "of 50 test images" in good("evaluate", "x", "--data", fewer, cwd=tmp_path)

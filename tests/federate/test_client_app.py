@@ -74,5 +74,5 @@ def test_names_of_a_site_s_files_stay_at_the_site(
     with pytest.raises(RunError, match="1 of 2 uploads"):
         serve(InProcess(nodes, answer=overheard), change(recipe, {"deadline": 1.0}), tmp_path / "run", NOW)
     assert "Jane Doe 1970.png" in (tmp_path / "kept" / "site.log").read_text()
-    assert {"refused": "site-1: cannot take part as it is; its own log says why", "name": "site-1"} in replies
+    assert {"refused": "site-1: cannot take part; the reason is in the site's own log", "name": "site-1"} in replies
     assert not any(word in str(replies) for word in ("Jane", "patients"))

@@ -199,9 +199,9 @@ def test_commands_keys_and_the_same_uploads_as_a_simulation(
     for process in clients:
         output, wrong = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, wrong
-        assert re.search(r"the server says: client_00\d: upload of .* counted \(\d of 2\)", " ".join(output.split())), (
-            output
-        )
+        assert re.search(
+            r"the server's verdict: client_00\d: upload of .* counted \(\d of 2\)", " ".join(output.split())
+        ), output
         assert "done" in output.splitlines()[-1]
     output, wrong = server.communicate(timeout=PATIENCE)
     assert server.returncode == 0, wrong

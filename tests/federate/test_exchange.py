@@ -42,13 +42,15 @@ def test_a_site_that_fails_is_asked_again_but_not_for_ever(tmp_path: Path, monke
     crashed = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
     serve(InProcess(SHARES, answer=Moody(11, crashed, times=2)), three(), tmp_path / "mended", NOW)
     assert len(result(tmp_path / "mended")["uploads"]) == 3
-    deadline_when(monkeypatch, lambda intake: "given up" in log_of(intake.folder.path) and len(intake.received) > 1)
+    deadline_when(
+        monkeypatch, lambda intake: "no answer after" in log_of(intake.folder.path) and len(intake.received) > 1
+    )
     with pytest.raises(
         RunError, match=r"2 of 3 uploads when the deadline of 60 s passed, quorum = 3; nothing is fused"
     ):
         serve(InProcess(SHARES, answer=Moody(11, crashed, times=99)), three(deadline=60.0), tmp_path / "broken", NOW)
     log = log_of(tmp_path / "broken")
-    assert log.count("node 11 failed (out of memory)") == 3 and "asked 3 times, given up" in log
+    assert log.count("node 11 failed (out of memory)") == 3 and "no answer after 3 attempts" in log
     assert not (tmp_path / "broken" / "result.json").exists()
     monkeypatch.undo()
     serve(InProcess(SHARES), three(deadline=60.0), tmp_path / "broken", NOW)  # the operator starts it again
@@ -131,7 +133,9 @@ def test_a_site_that_was_given_up_or_whose_upload_was_refused_is_asked_again_whe
 
     def away(look: int) -> set[int]:
         log = log_of(run) if look > 1 else ""
-        return ({11} if look == 9 and "given up until it comes back" in log else set()) | ({12} if look == 9 else set())
+        return ({11} if look == 9 and "asked again when it reconnects" in log else set()) | (
+            {12} if look == 9 else set()
+        )
 
     grid = Visits(SHARES, away, answer=answer)
     serve(grid, three(), run, NOW)

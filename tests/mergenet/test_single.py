@@ -27,7 +27,7 @@ def test_a_companion_that_never_acts_is_logged(digits: Dataset, tmp_path: Path) 
     companion = {"kind": "mergenet", "teacher": {"encoder": TEACHER["encoder"]}, "every": 10_000}
     usual = {"public": 0.3, "validation": 0.2, "companion": companion, **SHORT}
     run(small_recipe("mergenet-single", **usual), tmp_path, data=digits)
-    assert "client_000: companion.every = 10000, and its training has" in (tmp_path / "run.log").read_text()
+    assert "client_000: companion.every = 10000: its training has" in (tmp_path / "run.log").read_text()
 
 
 def test_a_companion_is_trained_beside_the_student_and_nowhere_else() -> None:

@@ -46,7 +46,11 @@ def test_a_record_is_compared_like_its_folders(grid: Path, tmp_path: Path) -> No
         rule = None if layout is rounds_sheet or layout is peaks_sheet else "all"
         then, now = (layout(only(compare(each, "v4", rule))) for each in (runs, again))
         assert (then.heads, then.rows, then.notes) == (now.heads, now.rows, now.notes) and then.rows
-    for text, fault in (("[1]", "not a record"), ('{"format": "other"}', "format 'other'"), ("{", "not a record")):
+    for text, fault in (
+        ("[1]", "not a record"),
+        ('{"format": "other"}', "its format is not 'oneround runs 1'"),
+        ("{", r"\(no JSON\)"),
+    ):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(RecipeError, match=fault):
             find_runs([tmp_path / "bad.json"])

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,11 +14,13 @@ from conftest import small_recipe
 from oneround import acts
 from oneround.config.recipe import Recipe
 from oneround.data import Dataset
+from oneround.evaluate import Score, Scores
 from oneround.global_model import GlobalModel
 from oneround.runs.folder import RunFolder
 from oneround.runs.log import MetricsLog
-from oneround.runs.writer import RunWriter
+from oneround.runs.writer import RunWriter, Snapshot
 from oneround.simulate import run
+from oneround.site import Site
 
 
 class Killed(Exception):
@@ -81,8 +84,29 @@ def test_where_the_best_model_is_gone_the_last_one_is_kept_and_it_is_reported(
     with caplog.at_level(logging.WARNING, "oneround"):
         run(recipe, tmp_path / "run", data=digits, resume=True)
     assert "best on validation images, is gone; the last one is kept instead" in caplog.text
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["model"]["epoch"] == 3
+    written = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert written["model"] == {"rule": "iffi", "epoch": 3, "chosen_on": "end"}
+    assert any("the model is of epoch 3; that of epoch" in remark for remark in written["remarks"])
     GlobalModel.load(tmp_path / "run" / "model")
+
+
+def test_of_equals_on_validation_images_the_earliest_is_the_model(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+
+    class Model(SimpleNamespace):
+        def save(self, folder: Path) -> None:
+            saved.append(self.epoch)
+
+    monkeypatch.setattr(RunWriter, "_model", lambda self, snapshot, site: Model(epoch=snapshot.epoch))
+    rules = {rule.label: rule for rule in acts.rules_of(recipe)}
+    writer = RunWriter(RunFolder(tmp_path), rules)
+    for epoch, right in ((1, 6), (2, 7), (3, 7), (4, 5)):
+        judged = {name: Score(((right, 10 - right), (0, 0)), 1.0, 1.0) for name in rules}
+        snapshot = Snapshot(epoch, SimpleNamespace(paths=[]), Scores(judged, {}, judged))
+        writer.snapshot(snapshot, range(epoch, epoch + 1), Site("server"))
+    assert saved == [1, 2] and writer.chosen == 2
 
 
 def test_epochs_of_rounds_that_are_over_stay_without_test_images(recipe: Recipe, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from conftest import small_recipe
 from inprocess import InProcess
 from oneround.config.recipe import Recipe
 from oneround.data import Dataset
+from oneround.errors import RunError
 from oneround.federate.exchange import Pace
 from oneround.federate.server_app import serve
 from oneround.global_model import GlobalModel
@@ -92,8 +94,32 @@ def test_with_several_rounds_the_model_is_the_best_on_validation_images(digits: 
     number = epoch // recipe.training.epochs
     best, kept = (GlobalModel.load(tmp_path / "run" / name) for name in ("model", f"rounds/round_{number:03d}"))
     assert best.predict(digits.test.pixels).equal(kept.predict(digits.test.pixels))
-    written = json.loads((tmp_path / "run" / "result.json").read_text())["model"]
-    assert written == {"rule": rule, "epoch": epoch, "chosen_on": "validation"}
+    written = (tmp_path / "run" / "result.json").read_bytes()
+    assert json.loads(written)["model"] == {"rule": rule, "epoch": epoch, "chosen_on": "validation"}
+    assert epoch != recipe.epochs
+    shutil.rmtree(tmp_path / "run" / "model")
+    run(recipe, tmp_path / "run", data=digits, resume=True)
+    assert (tmp_path / "run" / "result.json").read_bytes() == written
+    again = GlobalModel.load(tmp_path / "run" / "model")
+    assert again.predict(digits.test.pixels).equal(kept.predict(digits.test.pixels))
+
+
+@pytest.mark.slow
+def test_a_client_that_stops_early_ends_a_simulation_and_is_remarked_in_a_federation(
+    digits: Dataset, tmp_path: Path
+) -> None:
+    """A federation cannot take back what the other sites have trained, so it fuses all uploads."""
+    stop = {"largest_weight": 0.2, "on_explosion": "stop"}
+    recipe = small_recipe(
+        "etf", training__epochs=3, partition__clients=2, partition__alpha=5.0, local__workers=1, safeguards=stop
+    )
+    with pytest.raises(RunError, match=r"client_000, epoch 1, λ = 5: .* stopped"):
+        run(recipe, tmp_path / "simulated", data=digits)
+    grid = InProcess({node: {"partition-id": node, "num-partitions": 2} for node in range(2)})
+    serve(grid, recipe, tmp_path / "federated", NOW)
+    remarks = json.loads((tmp_path / "federated" / "result.json").read_text())["remarks"]
+    expected = f"client_000 stopped after epoch 1 of {recipe.epochs}: client_000, epoch 1, λ = 5"
+    assert sum(remark.startswith(expected) for remark in remarks) == 1 and len(remarks) == 2
 
 
 def test_loggers_of_the_recipe_hear_of_a_federation(digits: Dataset, tmp_path: Path) -> None:

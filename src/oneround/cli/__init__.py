@@ -72,7 +72,7 @@ def main() -> None:
 
 
 _interrupted = False
-"""Whether this command was asked to end: what fails afterwards, a connection to a worker that is gone, is no error of its own."""
+"""Whether this command was asked to end (SIGINT, SIGTERM): errors raised afterwards are consequences and are not reported."""
 
 
 def _interrupt(*_: object) -> None:

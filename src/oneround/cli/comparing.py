@@ -69,7 +69,7 @@ def compare(
         raise RecipeError("none of these runs has a λ (alignment); --layout methods or rounds")
     if record is not None:
         keep(records, record)
-        print_line(f"{len(records)} runs kept in {record}")
+        print_line(f"{len(records)} run{'s' * (len(records) > 1)} kept in {record}")
     if target is None:
         _print_sheets(sheets)
     else:

@@ -88,6 +88,8 @@ def fuse(
             err,
         )
     options = dict(parse_override(text) for text in sets or [])
+    if "kind" in options:
+        raise RecipeError(f"--set kind={options['kind']}: the rule is named with --rule")
     chosen = _every_rule() if rule == "all" else [rules.of(parse_part("fusion", {"kind": rule, **options}))]
     dataset = load_dataset(recipe.data, recipe.local.data_path)
     site = plan_run(recipe, dataset).server(folder)
@@ -178,8 +180,11 @@ def evaluate(
     model = load_model(folder, plugins, streamed=True)
     requested: dict[str, Any] = dict(data_overrides(data)) if data else {"data.kind": model.recipe.data.dump()}
     path = data_dir or requested.get("local.data_path")
-    if path is None and data is None and (folder / "model").is_dir():
-        path = RunFolder(folder).read_recipe().local.data_path
+    run_dir = next(
+        (each for each in (folder, *folder.absolute().parents[:2]) if (each / "recipe.yaml").is_file()), None
+    )
+    if path is None and data is None and run_dir is not None:
+        path = RunFolder(run_dir).read_recipe().local.data_path
     dataset = load_dataset(parse_part("data", requested["data.kind"]), Path(path) if path else None)
     if dataset.shape != model.shape or dataset.classes != len(model.class_names):
         raise DataError(

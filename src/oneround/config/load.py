@@ -83,6 +83,16 @@ def read_yaml(text: str, where: str) -> Any:
     return content
 
 
+_CONTENTS = {
+    type(None): "nothing",
+    list: "a list",
+    str: "a text",
+    bool: "a yes or no",
+    int: "a number",
+    float: "a number",
+}
+
+
 def read_mapping(path: Path, form: str) -> dict[str, Any]:
     """The mapping in a YAML file; `form` says in an error what such a file is."""
     try:
@@ -90,7 +100,7 @@ def read_mapping(path: Path, form: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise RecipeError(f"{path}: not text; {form}") from None
     if not isinstance(content, dict):
-        raise RecipeError(f"{path}: {form}, this file holds {type(content).__name__}")
+        raise RecipeError(f"{path}: {form}, this file holds {_CONTENTS.get(type(content), 'something else')}")
     return content
 
 

@@ -361,5 +361,10 @@ class Recipe(Federated):
     def federated(self) -> Federated:
         return Federated.model_validate(self.plain())
 
+    def with_absolute_paths(self) -> Recipe:
+        """The same recipe, readable from any working folder."""
+        local = {name: path.absolute() for name, path in self.local if isinstance(path, Path)}
+        return self.model_copy(update={"local": self.local.model_copy(update=local)})
+
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

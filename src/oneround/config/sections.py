@@ -303,8 +303,8 @@ class Sums(Strict):
     features: Annotated[Part, In("features")] = Field(default="patches", validate_default=True)
     """φ: `patches` (from a seed, no real data) or `encoder` (a frozen network, sent with the broadcast)."""
     mirror: Literal["none", "copies", "features"] | None = None
-    """Mirror images: `features` that are the same for both (half as many say as much), `copies` counted as images of their
-    own, or `none`; default: features, or none for data that a mirror changes (digits, signs)."""
+    """Mirror images: `features` averages the features of an image and its mirror image (half as many say as much), `copies`
+    counts mirror images as images of their own, `none`; default: features, or none for data that a mirror changes (digits, signs)."""
     precision: Literal["fp32", "int16", "fp16", "bf16"] = "fp32"
     """Of the second moments in the upload; the 16-bit ones divide by the diagonal first and halve the upload. What is left lies
     between -1 and 1, where 65,535 even steps (int16) round less than either kind of float."""

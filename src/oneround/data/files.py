@@ -165,6 +165,8 @@ def decode_image(where: str, opener: Opener, size: tuple[int, int], channels: in
     try:
         with Image.open(io.BytesIO(opener())) as opened:
             image = _eight_bits(opened).convert("L" if channels == 1 else "RGB")
+    except FileNotFoundError:
+        raise DataError(f"{where}: no such file") from None
     except UnidentifiedImageError:
         raise DataError(f"{where}: not a readable image (no image format that is known)") from None
     except Image.DecompressionBombError:

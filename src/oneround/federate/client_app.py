@@ -42,13 +42,13 @@ def train(message: Message, context: Context) -> Message:
     with _logging(site):
         try:
             fields = fields_of(message)
-            participants = json.loads(fields.get("wanted", "[]"))
+            participants = json.loads(fields.get("participants", "[]"))
             if participants and site.name not in participants:
                 log.info("%s takes no part in this round", site.name)
-                return _reply(message, site, {"resting": "yes"})
-            if site.name in json.loads(fields.get("held", "{}")):
+                return _reply(message, site, {"not drawn": "yes"})
+            if site.name in json.loads(fields.get("received", "{}")):
                 log.info("the server has the upload of %s already", site.name)
-                return _reply(message, site, {"held": "yes"})
+                return _reply(message, site, {"received": "yes"})
             return _reply(message, site, raw=_upload(blob_of(message), site))
         except OneroundError as error:
             return _refusal(message, site, error)
@@ -77,7 +77,7 @@ def counted(message: Message, context: Context) -> Message:
     """Record the server's verdict on the upload."""
     site, fields = site_of(context.node_config), fields_of(message)
     with _logging(site):
-        log.info("the server says: %s", fields.get("text", ""))
+        log.info("the server's verdict: %s", fields.get("text", ""))
     if site.folder is not None:
         digest = re.sub(r"[^0-9a-f]", "", fields.get("broadcast", ""))[:16]
         _write_json(site.folder / digest / "counted.json", {key: fields.get(key, "") for key in ("counted", "text")})
@@ -104,7 +104,7 @@ def _without_paths(error: OneroundError, site: SiteFile) -> str:
     """The text of an error for the server: names and content of a site's files stay at the site."""
     message = str(error).removeprefix(f"{site.data}: ")
     private = isinstance(error, OwnData) or re.search(r"[/\\]", message)
-    return "cannot take part as it is; its own log says why" if private else message
+    return "cannot take part; the reason is in the site's own log" if private else message
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

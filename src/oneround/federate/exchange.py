@@ -198,7 +198,7 @@ class Exchange(ABC):
             except OneroundError:
                 raise
             except Exception as error:
-                self._lost(node, pending, f"could not be heard ({printable(str(error))})")
+                self._lost(node, pending, f"sent a reply that could not be read ({printable(str(error))})")
 
     def ask(self, node: int) -> None:
         pending = self.pending[node]
@@ -276,5 +276,7 @@ class Exchange(ABC):
             log.warning("%s %s; asked again", sender, why)
             self.ask(node)
         else:
-            log.warning("%s %s; asked %d times, given up until it comes back", sender, why, pending.tries)
+            log.warning(
+                "%s %s; no answer after %d attempts, asked again when it reconnects", sender, why, pending.tries
+            )
             pending.message = ""

@@ -27,6 +27,7 @@ from oneround.federate.sites import NAME
 from oneround.files import OWNER_ONLY, write_durably
 
 CURVE = ec.SECP384R1()
+HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
 
 class KeyFolder:
@@ -55,8 +56,11 @@ class KeyFolder:
         for site in sites:
             if not re.fullmatch(NAME, site):
                 raise DataError(f"--site {site}: a site's name is letters, digits, _ . and -, at most 64")
-        if any(not host.strip() for host in hosts):
-            raise DataError("--host: is empty; give the name or address by which sites reach the server")
+        for host in hosts:
+            if not isinstance(_alternative(host), x509.IPAddress) and not HOST.fullmatch(host):
+                raise DataError(
+                    f"--host {host!r}: no name or address of a machine; give the one by which sites reach the server"
+                )
         (self.path / "sites").mkdir(parents=True, exist_ok=True)
         if hosts and self.certificate.exists():
             if not self.ca.exists():

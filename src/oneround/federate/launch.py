@@ -105,7 +105,7 @@ def run_client(site: SiteFile, server: str, keys: KeyFolder | None, print_line: 
                 _restart(node, site, time.monotonic() - started, print_line)
             if heard and time.monotonic() - heard > SILENCE:
                 print_line(
-                    f"{site.name}: no word from the server for {duration(SILENCE)}; still waiting (is its run over?)"
+                    f"{site.name}: no message from the server for {duration(SILENCE)}; still waiting (is its run over?)"
                 )
                 heard = 0.0
             time.sleep(0.5)

@@ -183,14 +183,14 @@ class Collection(Exchange):
             self.ask(node)
 
     def question(self) -> RecordDict:
-        fields = {"held": json.dumps(self.intake.received), "wanted": json.dumps(self.intake.participants)}
+        fields = {"received": json.dumps(self.intake.received), "participants": json.dumps(self.intake.participants)}
         return pack_message(fields, self.intake.sent)
 
     def take(self, node: int, fields: dict[str, str], answer: Message) -> None:
         sender = self.sender(node)
-        if "resting" in fields:
+        if "not drawn" in fields:
             return
-        if "held" in fields:
+        if "received" in fields:
             verdict = Verdict(True, f"{fields.get('name', sender)}: counted already")
         else:
             try:

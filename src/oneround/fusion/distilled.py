@@ -30,7 +30,7 @@ class Distilled(Rule):
     """One network distilled from the ensemble of another rule."""
 
     teacher: Annotated[RulePart, In("fusion")] = Field(default="typicality-gated", validate_default=True)
-    """The rule whose ensemble teaches."""
+    """The fusion rule whose ensemble is the teacher."""
     student: Annotated[Part, In("encoder")] | None = None
     """Its encoder; default: the clients' own."""
     images: Literal["public", "noise", "inversions"] = "public"

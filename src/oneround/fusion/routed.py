@@ -45,7 +45,7 @@ class Setting(NamedTuple):
     beta: float = 1.0
     eta: float = 0.5
     experts: float = 1.0
-    """0: the ridge alone."""
+    """0: predict with the ridge classifier alone."""
 
 
 DEFAULTS = Setting()
@@ -127,7 +127,9 @@ class Routed(EnsembleRule):
     def restore(self, saved: SavedModel) -> Inference:
         tensors = saved.shards[0]()
         ridge, setting = restore_linear(tensors, saved.recipe, False), Setting(*tensors["setting"].tolist())
-        routing = Routing(ridge, tensors["held"], setting, self.posterior).eval()
+        routing = Routing(
+            ridge, tensors["class_totals" if "class_totals" in tensors else "held"], setting, self.posterior
+        ).eval()
         return Ensemble(routing, saved.experts(1))
 
 
@@ -209,4 +211,4 @@ class Routing(Combiner):
     def shard(self) -> dict[str, Tensor]:
         (ridge,) = self.ridge.shards()
         setting = torch.tensor(self.setting, dtype=torch.float64)
-        return {**ridge, "held": on_cpu(self.class_totals), "setting": setting}
+        return {**ridge, "class_totals": on_cpu(self.class_totals), "setting": setting}

@@ -152,7 +152,7 @@ class Merger:
 
     def state(self) -> dict[str, Tensor]:
         """Its state as named tensors on the CPU."""
-        tensors = prefixed(adapter=self.adapters.state_dict(), given=self.inputs, looked_at=self.teacher_inputs)
+        tensors = prefixed(adapter=self.adapters.state_dict(), inputs=self.inputs, looked_at=self.teacher_inputs)
         for name, parameter in self.adapters.named_parameters():
             moments = self.optimizer.state[parameter]
             tensors |= {f"optimizer.{key}.{name}": value for key, value in moments.items()}
@@ -160,9 +160,10 @@ class Merger:
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Load what `state` returned."""
-        parts = parted(state, "adapter", "given", "looked_at", "optimizer")
+        parts = parted(state, "adapter", "inputs", "given", "looked_at", "optimizer")
         self.adapters.load_state_dict(parts["adapter"])
-        self.inputs, self.teacher_inputs, self.fusions = parts["given"], parts["looked_at"], int(state["fusions"])
+        self.inputs = parts["inputs"] or parts["given"]  # its name in version 0.1.0
+        self.teacher_inputs, self.fusions = parts["looked_at"], int(state["fusions"])
         moments = parted(parts["optimizer"], "step", "exp_avg", "exp_avg_sq")
         for name, parameter in self.adapters.named_parameters():
             if name in moments["step"]:

@@ -37,7 +37,7 @@ class CompanionNetwork:
         steps = training.epochs * steps_per_epoch(len(site.data), training)
         if options.every >= steps:
             log.warning(
-                f"{site.name}: companion.every = {options.every}, and its training has {steps} steps: no fusion takes place"
+                f"{site.name}: companion.every = {options.every}: its training has {steps} steps, so the adapter is never applied"
             )
         recipe = teacher_recipe(broadcast.recipe, options.teacher, training.epochs, training.batch_size)
         fresh = network_of(options.teacher, broadcast).weights()

@@ -355,7 +355,7 @@ class UploadFolder(Sequence[Upload]):
             yield self._read(path)
 
     def _read(self, path: Path) -> Upload:
-        """Read an upload whose file has its client's name: a copy under another name would count twice."""
+        """Read an upload; refused where its file does not have its client's name, since a copy would count twice."""
         upload = Upload.read(path, self.broadcast, self.statistics)
         if upload.client != path.stem:
             name = f"{upload.client}{path.suffix}"

@@ -27,7 +27,7 @@ class Series:
     low: Mapping[int, float] | None = None
     high: Mapping[int, float] | None = None
     faint: bool = False
-    """Drawn as a band alone."""
+    """Only its band is drawn, no line."""
 
     def points(self, scale: Scale) -> list[tuple[int, float]]:
         return [(x, y) for x, y in sorted(self.values.items()) if y is not None and scale.takes(y)]

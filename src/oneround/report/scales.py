@@ -22,7 +22,7 @@ class Scale:
         return self.start + (self.end - self.start) * (value - low) / (high - low)
 
     def takes(self, value: float | None) -> bool:
-        """Whether a value has a place on it at all."""
+        """Whether the axis can show this value: finite, and positive on a logarithmic axis."""
         return value is not None and math.isfinite(value) and (value > 0 or not self.log)
 
     @property

@@ -88,12 +88,13 @@ def keep(runs: Sequence[RunRecord], path: str | PathLike[str]) -> None:
 def _read_kept(path: Path) -> list[RunRecord]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']!r}")
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ValueError(f"its format is not '{FORMAT}'")
         return [_unpack(run, path) for run in content["runs"]]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = "no JSON" if isinstance(error, UnicodeDecodeError | json.JSONDecodeError) else str(error)
         raise RecipeError(
-            f"{path}: not a record of runs ({error}); make one with oneround compare RUNS --keep FILE.json"
+            f"{path}: not a record of runs ({reason}); make one with oneround compare RUNS --keep FILE.json"
         ) from None
 
 

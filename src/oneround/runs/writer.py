@@ -147,6 +147,11 @@ class RunWriter:
         """Write the model, then the result, which marks the run as finished."""
         uploads, scores, broadcast = snapshot.uploads, snapshot.scores, snapshot.uploads.broadcast
         epoch, personal = self._finish_model(snapshot, site), dict[str, dict[str, float | None]]()
+        remarks = [*facts.remarks]
+        if self.chosen not in (None, epoch):
+            remarks.append(
+                f"the model is of epoch {epoch}; that of epoch {self.chosen}, best on validation images, is gone"
+            )
         if scores.rules and broadcast.recipe.reveal.class_counts is not False:
             with site.arithmetic(broadcast.parameters):
                 personal = score_personal(self.rules, scores, uploads, broadcast, test, site)
@@ -157,8 +162,8 @@ class RunWriter:
             "bytes_down": sum(down for down, _ in facts.traffic.values()),
             "bytes_up": sum(up for _, up in facts.traffic.values()),
             "traffic": {name: {"down": down, "up": up} for name, (down, up) in facts.traffic.items()},
-            "remarks": list(facts.remarks),
-            "model": {"rule": self.first, "epoch": epoch, "chosen_on": "validation" if self.chosen else "end"},
+            "remarks": remarks,
+            "model": {"rule": self.first, "epoch": epoch, "chosen_on": "validation" if self.chosen == epoch else "end"},
             "rules": {name: score.plain() for name, score in scores.rules.items()},
             "clients": {name: score.plain() for name, score in scores.clients.items()},
             "personalised": personal,
@@ -175,6 +180,10 @@ class RunWriter:
         chosen = self.chosen
         if chosen is not None and chosen != snapshot.epoch:
             if (self.folder.model / "manifest.json").is_file():
+                return chosen
+            number, rest = divmod(chosen, snapshot.uploads.broadcast.recipe.training.epochs)
+            if rest == 0 and (self.folder.round_model(number) / "manifest.json").is_file():
+                GlobalModel.load(self.folder.round_model(number)).save(self.folder.model)
                 return chosen
             log.warning(
                 "%s: the model of epoch %d, best on validation images, is gone; the last one is kept instead",

@@ -16,7 +16,16 @@ from typing import Any, Protocol
 import torch
 
 from oneround import acts
-from oneround.errors import DataError, Interrupted, OutOfTime, ProtocolError, RecipeError, RunError, in_one_line
+from oneround.errors import (
+    DataError,
+    Interrupted,
+    OutOfTime,
+    ProtocolError,
+    RecipeError,
+    RunError,
+    in_one_line,
+    printable,
+)
 from oneround.evaluate import Scores, score_uploads
 from oneround.global_model import GlobalModel
 from oneround.protocol import Broadcast, Upload, UploadFolder, blob
@@ -73,7 +82,7 @@ def open_run(plan: Plan, folder: RunFolder, emit: Emit = silent) -> None:
     if isinstance(plan, DealtPlan):
         folder.write_json("partition.json", plan.partition())
     broadcast.write(folder.broadcast)
-    blob.write_durably(folder.recipe, plan.recipe.to_yaml().encode())
+    blob.write_durably(folder.recipe, plan.recipe.with_absolute_paths().to_yaml().encode())
 
 
 def is_begun(plan: Plan, folder: RunFolder) -> bool:
@@ -170,7 +179,7 @@ class ServerLoop:
                         acts.advance(model, broadcast).write(self.folder.broadcast)
                     broadcast = self._begin_round()
         assert snapshot is not None, "the last stop is always scored"
-        remarks = [*self.plan.remarks(), *self.transport.remarks()]
+        remarks = [*self.plan.remarks(), *self.transport.remarks(), *stopped_early(snapshot.uploads)]
         digest = self.plan.partition_digest(snapshot.uploads)
         facts = Facts(self.plan.data.name, digest, self.transport.traffic(), remarks)
         return self.writer.finish(snapshot, facts, self.site, self.plan.data.test)
@@ -249,6 +258,16 @@ class ServerLoop:
         self.emit({**event, "accuracy": accuracy, "logged": logged})
         accuracies = ", ".join(f"{name} {value:.2%}" for name, value in accuracy.items())
         log.info("%s, %d uploads: %s", when, len(snapshot.uploads), accuracies or "no test images here to score it")
+
+
+def stopped_early(uploads: UploadFolder) -> list[str]:
+    """A remark on every client whose safeguards ended its training before the last epoch."""
+    manifests, last = [blob.peek(path, "upload") for path in uploads.paths], uploads.broadcast.last_epoch
+    early = [each for each in manifests if each.get("stopped") and each["epoch"] < last]
+    return [
+        f"{each['client']} stopped after epoch {each['epoch']} of {last}: {printable(each['stopped'], 500)}"
+        for each in early
+    ]
 
 
 def find_culprits(uploads: UploadFolder, fuse: Callable[[UploadFolder], object]) -> list[str]:

@@ -104,7 +104,9 @@ class Plan:
         idle = [rule.label for rule in others if rule.needs.state and self.recipe.rounds > 1]
         if not idle:
             return []
-        return [f"{', '.join(idle)} is only scored: {first.label} comes first in fusion and goes out to the clients"]
+        return [
+            f"{', '.join(idle)} is only scored: {first.label} is the first rule, so its model starts the next round"
+        ]
 
 
 def plan_run(recipe: Recipe, data: Dataset) -> Plan:
@@ -256,7 +258,7 @@ class DealtPlan(Plan):
 
 
 def deal(recipe: Federated, data: Dataset) -> tuple[Dataset, Split]:
-    """Deal the data set out: the data, with wrong labels where the recipe asks for them, and who holds which samples."""
+    """Partition the data set: the data, with label noise where the recipe asks for it, and the split."""
     seed, noise = recipe.seeds.partition, recipe.label_noise
     split = partitions.of(recipe.partition).split(
         data, seed, recipe.public, recipe.validation, recipe.clients_hold_back
