@@ -1,11 +1,14 @@
-"""One step: clipped, compiled, and with a batch that fits into memory."""
+"""One step: clipped, compiled, with a batch that fits into memory, and with no more operations than it needs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from clients import broadcast_of, prepared, some
 from oneround import acts
@@ -13,7 +16,7 @@ from oneround.config.recipe import Local
 from oneround.data import Dataset
 from oneround.errors import RunError
 from oneround.site import Site
-from oneround.training.loop import Trainer
+from oneround.training.loop import Learner, Trainer
 from oneround.training.step import Stepper
 
 
@@ -96,3 +99,45 @@ def test_a_restart_forgets_the_momentum_or_takes_a_saved_one(digits: Dataset) ->
     assert all((value == 2).all() for value in stepper.momentum.values())
     stepper.restart()
     assert not any(value.any() for value in stepper.momentum.values())
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, and how often Python reads values of tensors, for which a GPU would have to be waited for."""
+
+    READING = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.count = self.reads = 0
+        for name in self.READING:
+            monkeypatch.setattr(torch.Tensor, name, self._counted(getattr(torch.Tensor, name)))
+
+    def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            self.reads += 1
+            return method(*args, **kwargs)
+
+        return read
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("preset", "limit"),
+    [("fafi", 370), ("v10", 465), ("v12", 460), ("bank", 380), ("fafi+queue", 390), ("fafi+hard", 415)],
+)
+def test_a_step_is_few_operations_and_waits_for_nothing(
+    preset: str, limit: int, digits: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python reads values once an epoch, not once a step; the limits are a tenth above what a step takes."""
+    counts = {}
+    for steps in (2, 5):
+        options = {"public": 0.2, "bank__teacher_epochs": 1, "bank__size": 64} if preset == "bank" else {}
+        learner = Learner(prepared(digits, preset, trace__every=0, **options), some(digits, 64 * steps))
+        with monkeypatch.context() as patch, Operations(patch) as operations:
+            assert learner._run_epoch()["steps"] == steps
+        counts[steps] = operations
+    assert counts[2].reads == counts[5].reads > 0
+    assert (counts[5].count - counts[2].count) / 3 <= limit
