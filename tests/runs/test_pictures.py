@@ -48,6 +48,14 @@ def test_a_partition_shows_every_count_and_who_is_empty(digits: Dataset, tmp_pat
     assert set(names) <= set(written) and any("empty" in name for name in names)
 
 
+def test_a_partition_of_many_clients_has_shades_in_place_of_numbers(digits: Dataset, tmp_path: Path) -> None:
+    split = partitions.parse({"kind": "dirichlet", "alpha": 0.3, "clients": 200}).split(digits, 1)
+    draw_partition(split, digits.class_names, tmp_path / "p.svg", "many")
+    written = texts(tmp_path / "p.svg")
+    assert {f"client ({min(split.sizes):,} to {max(split.sizes):,} samples)", "samples (white: none)"} <= set(written)
+    assert len(written) < 60 and "<image" in (tmp_path / "p.svg").read_text()
+
+
 @pytest.mark.parametrize(
     ("given", "file"),
     [("", "p.png"), ("a.svg", "a.svg"), ("a.PDF", "a.PDF"), ("new", "new.png"), ("v1.2/x", "v1.2/x.png")],

@@ -15,6 +15,7 @@ from oneround.errors import OneroundError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MANY = 30  # clients above which a line of text for each cannot be read
 LEGEND = 36  # letters in a line of it; options of a rule can be many
 
 
@@ -46,27 +47,35 @@ def picture_file(path: Path, name: str) -> Path:
 
 
 def draw_partition(split: Split, class_names: Sequence[str], path: Path, title: str) -> None:
-    """Class × client as circles whose area is the number of samples, with the numbers where they can be read."""
+    """Class × client: circles whose area is the number of samples, with the numbers; shades where clients are many."""
     clients, classes = split.counts.shape
-    figure = _figure(min(2.4 + 0.42 * classes, 40), min(1.6 + 0.42 * clients, 60))
+    many = clients > MANY
+    figure = _figure(min(2.4 + 0.42 * classes, 40), 10.0 if many else 1.6 + 0.42 * clients)
     axes = figure.subplots()
     largest = max(int(split.counts.max()), 1)
-    client, label = np.nonzero(split.counts)
-    count = split.counts[client, label]
-    axes.scatter(label, client, s=420 * count / largest + 4, color="#3b6ea5", alpha=0.75, linewidths=0)
-    if clients * classes <= 600:
-        for y, x, n in zip(client, label, count, strict=True):
+    if many:
+        counts = np.ma.masked_equal(split.counts, 0)
+        shades = axes.imshow(
+            counts, aspect="auto", interpolation="nearest", cmap="viridis_r", norm="log", vmin=1, vmax=largest
+        )
+        figure.colorbar(shades, label="samples (white: none)")
+        axes.set(xlabel="class", ylabel=f"client ({min(split.sizes):,} to {max(split.sizes):,} samples)")
+    else:
+        client, label = np.nonzero(split.counts)
+        count = split.counts[client, label]
+        axes.scatter(label, client, s=420 * count / largest + 4, color="#3b6ea5", alpha=0.75, linewidths=0)
+        for y, x, n in zip(client, label, count, strict=True) if clients * classes <= 600 else ():
             size = 6 if n > largest / 20 else 5
             axes.text(float(x), float(y), str(n), ha="center", va="center", fontsize=size, in_layout=False)
+        names = [f"{number} ({size})" if size else f"{number} (empty)" for number, size in enumerate(split.sizes)]
+        axes.set_yticks(range(clients), names, fontsize=7)
+        axes.set(xlabel="class", ylabel="client (samples)", xlim=(-0.7, classes - 0.3), ylim=(clients - 0.3, -0.7))
     axes.set_xticks(
         range(classes),
         class_names if classes <= 50 else [str(label) for label in range(classes)],
         rotation=90 if classes > 10 else 30,
         fontsize=7,
     )
-    names = [f"{number} ({size})" if size else f"{number} (empty)" for number, size in enumerate(split.sizes)]
-    axes.set_yticks(range(clients), names, fontsize=7 if clients <= 60 else 4)
-    axes.set(xlabel="class", ylabel="client (samples)", xlim=(-0.7, classes - 0.3), ylim=(clients - 0.3, -0.7))
     axes.set_title(title, fontsize=9)
     _save(figure, path)
 
