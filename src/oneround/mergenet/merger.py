@@ -18,13 +18,14 @@ from oneround.errors import RecipeError
 from oneround.mergenet.adapter import ParameterAttention
 from oneround.models.encoders import encoders
 from oneround.models.prototype import on_cpu
-from oneround.protocol import Broadcast
-from oneround.protocol.messages import parted, prefixed
+from oneround.protocol.messages import Broadcast, parted, prefixed
 from oneround.seeds import derive
 
 Weights = Mapping[str, Tensor]
 TINY = 1e-12
 SHOWN = 8  # names of matrices in an error message
+PUBLISHED_PAIR = {"mobilenet-v2": "encoder.blocks.15.layers.6.weight"}
+"""Of the paper: the projection 960 → 160 at the end of the 160-channel stage."""
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
@@ -32,16 +33,12 @@ def as_matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(len(tensor), -1)
 
 
-PUBLISHED_PAIR = {"mobilenet-v2": "encoder.blocks.15.layers.6.weight"}
-"""The projection 960 → 160 at the end of the 160-channel stage."""
-
-
 def chosen_pairs(named: list[Pair], broadcast: Broadcast) -> list[Pair]:
     """The named pairs; else the published pair, or the last convolution of another encoder."""
     if named:
         return named
     encoder = broadcast.recipe.encoder
-    with torch.device("meta"):  # for the network's own order, which a message does not keep
+    with torch.device("meta"):  # a message does not keep the order of the network's layers
         layers = encoders.of(encoder).build(broadcast.shape[0]).named_parameters()
     convolutions = [f"encoder.{name}" for name, value in layers if value.dim() == 4]
     chosen = PUBLISHED_PAIR.get(encoder.kind, convolutions[-1])
@@ -49,7 +46,7 @@ def chosen_pairs(named: list[Pair], broadcast: Broadcast) -> list[Pair]:
 
 
 def not_finite(weights: Mapping[str, Tensor], adapter: Adapter) -> str:
-    """Why a fused network must not be sent: it has values that are not finite; empty if it has none."""
+    """Why a fused network must not be sent, if it has values that are not finite; otherwise empty."""
     if all(bool(torch.isfinite(value).all()) for value in weights.values() if value.is_floating_point()):
         return ""
     return f"not finite; is adapter.learning_rate = {adapter.learning_rate:g} too large?"
@@ -101,26 +98,26 @@ class Merger:
         size = max(_size(inputs), TINY)
         return {"changed": _distance(out, inputs) / size, "by_teacher": _distance(out, blank) / size}
 
-    def learn(self, reached: Weights, progress: float = 0.0) -> dict[str, float]:
-        """One step towards the weights `reached` by training after the last fusion; returns metrics.
+    def learn(self, trained: Weights, progress: float = 0.0) -> dict[str, float]:
+        """One step towards the weights that training reached after the last fusion; returns metrics.
 
         `progress`: share of all fusions that are done, for the learning rate schedule.
         """
         if not self.inputs:
             return {}
-        goals = {pair.student: reached[pair.student].detach().to(self.device).float() for pair in self.pairs}
+        targets = {pair.student: trained[pair.student].detach().to(self.device).float() for pair in self.pairs}
         with torch.no_grad():
             out = self._outputs(self.inputs, self.teacher_inputs)
-        metrics = {"error": _distance(out, goals) / max(_size(goals), TINY), "adapter_moved": 0.0}
+        metrics = {"error": _distance(out, targets) / max(_size(targets), TINY), "adapter_moved": 0.0}
         rate = self.options.learning_rate
         if self.options.schedule == "cosine":
             rate *= (1 + math.cos(math.pi * progress)) / 2
         if rate:
-            metrics |= self._step(goals, rate)
+            metrics |= self._step(targets, rate)
         self.inputs, self.teacher_inputs = {}, {}
         return metrics
 
-    def _step(self, goals: Weights, rate: float) -> dict[str, float]:
+    def _step(self, targets: Weights, rate: float) -> dict[str, float]:
         """One step along the vector–Jacobian product, with dropout; skipped if the gradient is not finite."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -131,14 +128,12 @@ class Merger:
             torch.manual_seed(derive(self.seed, "dropout", self.fusions))
             out = self._outputs(self.inputs, self.teacher_inputs)
         self.adapters.eval()
-        torch.autograd.backward(list(out.values()), [(out[name] - goals[name]).detach() for name in out])
+        torch.autograd.backward(list(out.values()), [(out[name] - targets[name]).detach() for name in out])
         norm = float(nn.utils.clip_grad_norm_(self.adapters.parameters(), self.options.clip_norm))
-        before = [parameter.detach().clone() for parameter in self.adapters.parameters()]
+        before = {name: value.clone() for name, value in self.adapters.state_dict().items()}
         if math.isfinite(norm):
             self.optimizer.step()
-        pairs = zip(self.adapters.parameters(), before, strict=True)
-        moved = sum(float((now.detach() - was).square().sum()) for now, was in pairs)
-        return {"gradient_norm": norm, "adapter_moved": math.sqrt(moved)}
+        return {"gradient_norm": norm, "adapter_moved": _distance(self.adapters.state_dict(), before)}
 
     def _outputs(self, student: Weights, teacher: Weights) -> dict[str, Tensor]:
         outputs = {}

@@ -13,8 +13,7 @@ from oneround.config.sections import Companion
 from oneround.mergenet.merger import Merger, check_pairs, chosen_pairs
 from oneround.mergenet.teacher import layout_of, network_of, teacher_recipe
 from oneround.models import PrototypeNet
-from oneround.protocol import Broadcast
-from oneround.protocol.messages import parted, prefixed
+from oneround.protocol.messages import Broadcast, parted, prefixed
 from oneround.site import Site
 from oneround.training.batches import steps_per_epoch
 from oneround.training.step import Stepper
@@ -48,7 +47,7 @@ class CompanionNetwork:
         pairs = chosen_pairs(options.pairs, broadcast)
         seed = broadcast.recipe.seeds.initialisation
         self.merger = Merger(pairs, options.adapter, broadcast.weights, fresh, seed, site.device)
-        self.learned_metrics: list[dict[str, float]] = []
+        self.step_metrics: list[dict[str, float]] = []
 
     def after_step(
         self, net: PrototypeNet, pixels: Tensor, labels: Tensor, numbers: Tensor, rate: float, last: bool
@@ -61,7 +60,7 @@ class CompanionNetwork:
         student, teacher = net.state_dict(), self.teacher.net.state_dict()
         metrics = self.merger.learn(student)
         if metrics:
-            self.learned_metrics.append(metrics)
+            self.step_metrics.append(metrics)
         fused = self.merger.fuse(student, teacher)
         with torch.no_grad():
             for pair in self.merger.pairs:
@@ -78,9 +77,9 @@ class CompanionNetwork:
         return self.teacher.largest_batch()
 
     def report(self) -> dict[str, float]:
-        """The adapter's metrics: means over its lessons, and the effect of the last fusion."""
-        lessons, self.learned_metrics = self.learned_metrics, []
-        means = {key: sum(each[key] for each in lessons) / len(lessons) for key in (lessons[0] if lessons else ())}
+        """The adapter's metrics: means over its steps since the last call, and the effect of the last fusion."""
+        steps, self.step_metrics = self.step_metrics, []
+        means = {key: sum(each[key] for each in steps) / len(steps) for key in (steps[0] if steps else ())}
         self.teacher.stage.sums.zero_()
         metrics = means | self.merger.effect()
         return {f"adapter_{key}": value for key, value in metrics.items() if math.isfinite(value)}

@@ -62,15 +62,24 @@ def teacher_of(options: Teacher, broadcast: Broadcast, server: Site, fusion: int
     def path(number: int) -> Path:
         return folder / (f"teacher_{number:03d}.safetensors" if number else "teacher.safetensors")
 
+    def trained(start: dict[str, Tensor], epochs: int, name: str) -> dict[str, Tensor]:
+        images = public_images(server, "fusion: teacher", ", or teacher.from_file")
+        log.info("%s: %s learns from %d public images, %d epochs", name, options.encoder.label, len(images), epochs)
+        recipe = teacher_recipe(broadcast.recipe, options, epochs, options.batch_size)
+        return train_on_server(broadcast, recipe, start, images, server, name, batch_key).weights()
+
     if not path(0).is_file():
-        initial = _initial_weights(options, broadcast, server, batch_key)
-        write_state(path(0), "teacher", initial, broadcast)
+        if options.from_file:
+            weights = _from_file(options, broadcast, server.local)
+        else:
+            weights = trained(network_of(options, broadcast).weights(), options.epochs, "teacher")
+        write_state(path(0), "teacher", weights, broadcast)
     if not options.learns_on:
         fusion = 0
     last = max(number for number in range(fusion + 1) if path(number).is_file())
     weights = read_state(path(last), "teacher", broadcast, "remove it and resume, then it is made again")
     for number in range(last + 1, fusion + 1):
-        weights = _trained(options, broadcast, server, weights, 1, f"teacher/{number}", batch_key)
+        weights = trained(weights, 1, f"teacher/{number}")
         write_state(path(number), "teacher", weights, broadcast)
         if number > 2:
             path(number - 2).unlink(missing_ok=True)
@@ -89,13 +98,6 @@ def layout_of(options: LargerNetwork, broadcast: Broadcast) -> dict[str, Tensor]
         return build(options.encoder, broadcast.shape[0], broadcast.classes, "linear").state_dict()
 
 
-def _initial_weights(options: Teacher, broadcast: Broadcast, server: Site, batch_key: str) -> dict[str, Tensor]:
-    if options.from_file:
-        return _from_file(options, broadcast, server.local)
-    fresh = network_of(options, broadcast).weights()
-    return _trained(options, broadcast, server, fresh, options.epochs, "teacher", batch_key)
-
-
 def _from_file(options: Teacher, broadcast: Broadcast, local: Local) -> dict[str, Tensor]:
     if local.teacher_weights is None:
         raise RecipeError(
@@ -104,21 +106,6 @@ def _from_file(options: Teacher, broadcast: Broadcast, local: Local) -> dict[str
     net = network_of(options, broadcast)
     start_from(local.teacher_weights, net, "teacher_weights", whole=True)
     return net.weights()
-
-
-def _trained(
-    options: Teacher,
-    broadcast: Broadcast,
-    server: Site,
-    start: dict[str, Tensor],
-    epochs: int,
-    name: str,
-    batch_key: str,
-) -> dict[str, Tensor]:
-    images = public_images(server, "fusion: teacher", ", or teacher.from_file")
-    log.info("%s: %s learns from %d public images, %d epochs", name, options.encoder.label, len(images), epochs)
-    recipe = teacher_recipe(broadcast.recipe, options, epochs, options.batch_size)
-    return train_on_server(broadcast, recipe, start, images, server, name, batch_key).weights()
 
 
 def teacher_recipe(recipe: Federated, options: LargerNetwork, epochs: int, batch_size: int) -> Federated:
