@@ -37,13 +37,13 @@ def test_calibration_weighs_every_class_alike(digits: Dataset) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_the_loss_is_the_divergence_from_the_teacher(temperature: float) -> None:
-    answers = torch.randn(12, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    batch = random_batch(12, 4, 1, dtype=torch.float64, answers=answers)
-    p, q = (answers / temperature).softmax(1), (batch.logits / temperature).softmax(1)
+    logits = torch.randn(12, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    batch = random_batch(12, 4, 1, dtype=torch.float64, teacher_logits=logits)
+    p, q = (logits / temperature).softmax(1), (batch.logits / temperature).softmax(1)
     expected = temperature**2 * (p * (p.log() - q.log())).sum() / 12
     term = terms.parse({"kind": "distillation", "temperature": temperature})
     assert float(term.loss(batch)) == pytest.approx(float(expected))
-    same = random_batch(12, 4, 1, dtype=torch.float64, answers=batch.logits)
+    same = random_batch(12, 4, 1, dtype=torch.float64, teacher_logits=batch.logits)
     assert float(term.loss(same)) == pytest.approx(0, abs=1e-12)
 
 

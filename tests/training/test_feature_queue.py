@@ -16,7 +16,7 @@ from oneround.data import Dataset
 from oneround.errors import RecipeError
 from oneround.site import Site
 from oneround.training import Learner
-from oneround.training.feature_queue import FeatureQueue, log_prior
+from oneround.training.feature_queue import FeatureQueue
 from random_batches import random_batch
 
 
@@ -35,12 +35,6 @@ def test_a_queue_starts_empty_and_keeps_the_newest_first() -> None:
     assert torch.equal(queue.features.labels, torch.cat([second.labels, first.labels])[:40])
     queue.clear()
     assert (queue.features.labels == -1).all() and not queue.features.unit.any()
-
-
-def test_a_prior_is_the_log_of_the_shares_and_rules_out_an_absent_class() -> None:
-    prior = log_prior(torch.tensor([30, 10, 0]))
-    assert torch.allclose(prior[:2], torch.tensor([0.75, 0.25]).log(), atol=1e-6)
-    assert torch.isfinite(prior).all() and float(prior[2]) < -20
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from oneround.config.load import load
 from oneround.errors import RecipeError
-from oneround.training.feature_queue import log_prior
-from oneround.training.objective import active, evaluate, stage_of, terms
+from oneround.training.objective import active, evaluate, log_prior, stage_of, terms
 from random_batches import random_batch
 
 
@@ -76,6 +75,12 @@ def test_each_prototype_term_has_its_own_temperature(temperature: float) -> None
         _, values = evaluate(active(changed.objective), made)
         assert abs(float(values[name]) - float(value)) < 1e-5, name
         assert all(torch.equal(values[other], plain[other]) for other in plain if other != name)
+
+
+def test_a_prior_is_the_log_of_the_shares_and_rules_out_an_absent_class() -> None:
+    prior = log_prior(torch.tensor([30, 10, 0]))
+    assert torch.allclose(prior[:2], torch.tensor([0.75, 0.25]).log(), atol=1e-6)
+    assert torch.isfinite(prior).all() and float(prior[2]) < -20
 
 
 def test_logit_adjustment_adds_the_log_of_the_clients_shares() -> None:

@@ -18,10 +18,9 @@ from oneround.config.sections import Count, Positive
 from oneround.data import Images
 from oneround.fusion.base import Rule, SavedModel, rules
 from oneround.models import Ensemble, Inference
-from oneround.protocol import Broadcast, Upload
-from oneround.protocol.messages import Shapes
+from oneround.protocol.messages import Broadcast, Shapes, Upload
 from oneround.site import Site
-from oneround.training.distillation import Answers, calibrated, distil, inversions, noise_images, with_mixes
+from oneround.training.distillation import ScoreFunction, calibrated, distil, inversions, noise_images, with_mixes
 from oneround.training.server_side import public_images
 
 
@@ -77,13 +76,13 @@ class Distilled(Rule):
         fused = self._teacher.fuse(uploads, broadcast, server)
         if isinstance(fused, Ensemble):
             fused = fused.settle()
-        answers: Answers = fused.to(server.device).eval().requires_grad_(False)
+        teacher: ScoreFunction = fused.to(server.device).eval().requires_grad_(False)
         if self.calibrate:
-            answers = calibrated(answers, _public(server), broadcast.classes, server.device)
+            teacher = calibrated(teacher, _public(server), broadcast.classes, server.device)
         net = distil(
-            answers,
+            teacher,
             broadcast,
-            self._images(answers, broadcast, server),
+            self._images(teacher, broadcast, server),
             server,
             student=self.student or broadcast.recipe.encoder,
             training=self.model_dump(include={"epochs", "batch_size", "learning_rate"}) | {"schedule": "cosine"},
@@ -93,13 +92,13 @@ class Distilled(Rule):
         saved = SavedModel([net.weights], broadcast.recipe, broadcast.shape[0], broadcast.classes)
         return self.restore(saved).to(server.device)
 
-    def _images(self, answers: Answers, broadcast: Broadcast, server: Site) -> Images:
+    def _images(self, teacher: ScoreFunction, broadcast: Broadcast, server: Site) -> Images:
         seed = broadcast.recipe.seeds.training
         if self.images == "public":
             return with_mixes(_public(server), self.mixes, seed)
         if self.images == "noise":
             return noise_images(broadcast.shape, self.made_up, seed)
-        return inversions(answers, broadcast.shape, broadcast.classes, self.made_up, seed, server.device)
+        return inversions(teacher, broadcast.shape, broadcast.classes, self.made_up, seed, server.device)
 
     def restore(self, saved: SavedModel) -> Inference:
         return saved.network(self.student or saved.recipe.encoder)

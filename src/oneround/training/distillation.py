@@ -24,7 +24,7 @@ from oneround.site import Site
 from oneround.training.objective import Batch, Term, terms
 from oneround.training.server_side import OWN_TRAINING, server_recipe, train_on_server
 
-Answers = Callable[[Tensor], Tensor]
+ScoreFunction = Callable[[Tensor], Tensor]
 """Normalised images → scores (n, classes)."""
 
 INVERSION_STEPS = 100
@@ -45,14 +45,14 @@ class Distillation(Term):
         return Needs(teacher=True)
 
     def loss(self, batch: Batch) -> Tensor:
-        assert batch.answers is not None
+        assert batch.teacher_logits is not None
         student = (batch.logits / self.temperature).log_softmax(1)
-        teacher = (batch.answers / self.temperature).log_softmax(1)
+        teacher = (batch.teacher_logits / self.temperature).log_softmax(1)
         return self.temperature**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)
 
 
 def distil(
-    answers: Answers,
+    teacher: ScoreFunction,
     broadcast: Broadcast,
     images: Images,
     server: Site,
@@ -71,17 +71,17 @@ def distil(
     objective = {"terms": {"distillation": {"temperature": temperature}}}
     model = {"encoder": student.dump(), "head": head}
     recipe = server_recipe(broadcast.recipe, objective, OWN_TRAINING | training, model)
-    return train_on_server(broadcast, recipe, start, images, server, name, batch_key, answers)
+    return train_on_server(broadcast, recipe, start, images, server, name, batch_key, teacher)
 
 
-def calibrated(answers: Answers, images: Images, classes: int, device: torch.device) -> Answers:
+def calibrated(teacher: ScoreFunction, images: Images, classes: int, device: torch.device) -> ScoreFunction:
     """The teacher's scores with a scale and a shift per class, fitted on labelled images with balanced class weights.
 
     Server-side calibration on balanced data (FEDIC: Shang et al., 2022): it corrects the clients' label skew before
     distillation.
     """
     with torch.no_grad():
-        scores = torch.cat([answers(each) for each in images.batches(device, MEAN, STD)]).detach()
+        scores = torch.cat([teacher(each) for each in images.batches(device, MEAN, STD)]).detach()
     labels = images.labels.to(device)
     counts = torch.bincount(labels, minlength=classes)
     balance = (1 / counts.clamp(min=1).float())[labels]
@@ -94,7 +94,7 @@ def calibrated(answers: Answers, images: Images, classes: int, device: torch.dev
             ((each * balance).sum() / balance.sum()).backward()
             optimizer.step()
     a, b = scale.detach(), shift.detach()
-    return lambda normalised: answers(normalised) * a + b
+    return lambda normalised: teacher(normalised) * a + b
 
 
 def noise_images(shape: tuple[int, int, int], count: int, seed: int) -> Images:
@@ -109,7 +109,7 @@ def noise_images(shape: tuple[int, int, int], count: int, seed: int) -> Images:
 
 
 def inversions(
-    answers: Answers, shape: tuple[int, int, int], classes: int, count: int, seed: int, device: torch.device
+    teacher: ScoreFunction, shape: tuple[int, int, int], classes: int, count: int, seed: int, device: torch.device
 ) -> Images:
     """Images that the teacher assigns to each class in turn, by gradient descent from noise; half of them mixed in pairs."""
     start = noise_images(shape, count, seed)
@@ -121,7 +121,7 @@ def inversions(
             inputs = torch.sigmoid(pixels)
             roughness = inputs.diff(dim=2).abs().mean() + inputs.diff(dim=3).abs().mean()
             optimizer.zero_grad()
-            (F.cross_entropy(answers((inputs - MEAN) / STD), targets) + SMOOTHNESS * roughness).backward()
+            (F.cross_entropy(teacher((inputs - MEAN) / STD), targets) + SMOOTHNESS * roughness).backward()
             optimizer.step()
     images = torch.sigmoid(pixels).detach().cpu()
     random = generator(seed, "mixes")

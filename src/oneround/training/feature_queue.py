@@ -1,7 +1,7 @@
-"""A queue of a client's past features, and the log prior of its labels.
+"""A queue of a client's past features, as further negatives of a contrastive loss.
 
-Both live in tensors at fixed addresses, so that a recorded step uses the current values. Both belong to one client and are
-reset for the next.
+It lives in tensors at fixed addresses, so that a recorded step uses the current values. It belongs to one client and is cleared
+for the next.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from oneround.config.sections import Queue
 from oneround.training.objective import Batch, Features
 
 EMPTY = -1
-TINY = 1e-8
 
 
 class FeatureQueue:
@@ -46,8 +45,3 @@ class FeatureQueue:
         labels = torch.where(self.open, batch.labels, EMPTY)
         self.features.unit.copy_(torch.cat([batch.unit.detach(), self.features.unit])[:size])
         self.features.labels.copy_(torch.cat([labels, self.features.labels])[:size])
-
-
-def log_prior(counts: Tensor) -> Tensor:
-    """log of every class's share of a client's samples (classes,); a class without samples gets a very low value."""
-    return ((counts.float() + TINY) / counts.sum()).log()

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from oneround.config.parts import Slot, TermPart
 from oneround.config.sections import NotNegative, Objective, Positive, Stage
 
+TINY = 1e-8
+
 
 @dataclass(frozen=True)
 class Features:
@@ -43,8 +45,8 @@ class Batch:
     queue: Features | None = None
     reference: Tensor | None = None
     """(size, features) of length 1: samples of the reference distribution"""
-    answers: Tensor | None = None
-    """(n, classes) a teacher's scores of the same views"""
+    teacher_logits: Tensor | None = None
+    """(n, classes) of a teacher on the same views"""
     lengths: Tensor | None = None
     """(n, 1) norms of the encoder's features; only with a linear head"""
     bias: Tensor | None = None
@@ -70,6 +72,11 @@ class Term(TermPart):
 
 
 terms: Slot[Term] = Slot("term", Term)
+
+
+def log_prior(counts: Tensor) -> Tensor:
+    """log of every class's share of a client's samples (classes,); a class without samples gets a very low value."""
+    return ((counts.float() + TINY) / counts.sum()).log()
 
 
 @terms.register("cross-entropy")

@@ -22,24 +22,18 @@ from torch.nn.utils import clip_grad_norm_
 
 from oneround.config.sections import Stage
 from oneround.data.augment import COLUMNS, views
-from oneround.models import PrototypeNet
-from oneround.models.prototype import build
-from oneround.protocol import Broadcast
-from oneround.protocol.messages import prefixed
+from oneround.models.prototype import PrototypeNet, build
+from oneround.protocol.messages import Broadcast, prefixed
 from oneround.site import Site
 from oneround.training import objective, trace
 from oneround.training.alignment.aligner import Aligner
-from oneround.training.feature_queue import FeatureQueue, log_prior
+from oneround.training.feature_queue import FeatureQueue
 from oneround.training.sgd import SGD
 
 log = logging.getLogger("oneround")
 WARM_UP = 3  # eager steps before one is recorded
-EXTRAS = (
-    "anchors",
-    "bank.features",
-    "bank.labels",
-    "reference.features",
-)  # the broadcast's extras that a training step reads
+EXTRAS = ("anchors", "bank.features", "bank.labels", "reference.features")
+"""The broadcast's extras that a training step reads."""
 
 
 @lru_cache
@@ -133,7 +127,7 @@ class Stepper:
 
     def begin_client(self, counts: Tensor) -> None:
         """Start the training of a client with these class counts."""
-        self.prior.copy_(log_prior(counts))
+        self.prior.copy_(objective.log_prior(counts))
         self.restart()
         if self.queue:
             self.queue.clear()
@@ -229,7 +223,7 @@ class Stepper:
     def _step(self, pixels: Tensor, labels: Tensor, numbers: Tensor) -> None:
         with torch.no_grad():
             inputs = views(pixels, numbers, self.training.augment).contiguous(memory_format=torch.channels_last)
-            answers = self.teacher(inputs) if self.teacher else None
+            teacher_logits = self.teacher(inputs) if self.teacher else None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             features = self.encode(inputs).float()
         batch = objective.Batch(
@@ -240,7 +234,7 @@ class Stepper:
             bank=self.bank,
             queue=self.queue.features if self.queue else None,
             reference=self.extras.get("reference.features"),
-            answers=answers,
+            teacher_logits=teacher_logits,
             lengths=None if self.net.bias is None else features.norm(dim=1, keepdim=True),
             bias=self.net.bias,
         )
