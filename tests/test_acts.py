@@ -195,8 +195,8 @@ def test_rules_that_ask_for_one_statistic_in_two_sizes_are_refused(digits: Datas
     with pytest.raises(RecipeError, match=r"fusion: feature-vote and another rule ask for features in different sizes"):
         acts.traffic(recipe, 10, (1, 8, 8), 0)
     broadcast = acts.prepare(acts.resolve(small_recipe(fusion=votes[:1]), digits), digits.class_names, digits.shape)
-    assert acts.lacking(rules.parse(votes[0]), broadcast) == []
-    assert acts.lacking(rules.parse(votes[1]), broadcast) == ["features"]
+    assert acts.missing_inputs(rules.parse(votes[0]), broadcast) == []
+    assert acts.missing_inputs(rules.parse(votes[1]), broadcast) == ["features"]
 
 
 class Accuracy(EnsembleRule):

@@ -32,9 +32,8 @@ from oneround.models.features import Constants, FeaturesPart, FrozenEncoder, Sha
 from oneround.models.pretrained import start_from
 from oneround.models.prototype import Layout, network_layout, on_cpu
 from oneround.privacy.disclosure import disclosed_counts, disclosed_history, disclosed_stop
-from oneround.protocol import Broadcast, Upload
 from oneround.protocol.encoding import as_received, as_sent, bytes_of
-from oneround.protocol.messages import Shapes
+from oneround.protocol.messages import Broadcast, Shapes, Upload
 from oneround.seeds import generator
 from oneround.site import Site
 from oneround.training import Emit, Learner, Trainer, silent
@@ -165,7 +164,7 @@ def train(
         companion = CompanionNetwork(recipe.companion, broadcast, site) if recipe.companion else None
         learner = Learner(broadcast, site, emit, trainer, companion=companion)
         learner.train(broadcast.last_epoch if until is None else until)
-        stopped = disclosed_stop(learner.stopped or "", learner.stopped_summary, recipe.reveal)
+        stopped = disclosed_stop(learner.stopped, learner.stopped_summary, recipe.reveal)
         if stopped and learner.epoch == broadcast.first_epoch:
             raise RunError(stopped)  # no epoch counts: the client sends this refusal
         encoding = recipe.upload.encoding
@@ -240,7 +239,7 @@ def check_usable(upload: Upload, broadcast: Broadcast, where: str) -> None:
     expert = expert_of(upload, broadcast, cpu)
     noise = torch.randn(2, *broadcast.shape, generator=generator(broadcast.recipe.seeds.initialisation, "noise image"))
     if not bool(torch.isfinite(expert.output(noise).logits).all() and torch.isfinite(expert.noise_feature).all()):
-        raise refused(where, "its network answers with numbers that are not finite")
+        raise refused(where, "its network's outputs are not finite")
 
 
 def advance(model: GlobalModel, broadcast: Broadcast) -> Broadcast:
@@ -269,18 +268,18 @@ def statistics_of(broadcast: Broadcast) -> Shapes:
     return requested_statistics(rules_of(broadcast.recipe), *broadcast.weights["prototypes"].shape)
 
 
-def lacking(rule: Rule, broadcast: Broadcast) -> list[str]:
-    """Inputs of this rule that uploads to this broadcast do not carry."""
+def missing_inputs(rule: Rule, broadcast: Broadcast) -> list[str]:
+    """Inputs of this rule that uploads to this broadcast do not carry; empty if it can be applied to them."""
     if rule.needs.network and not broadcast.weights:
         return ["networks"]
     if rule.needs.state:
         return ["what the server keeps between rounds"]
     if rule.needs.prototypes and "bias" in broadcast.weights:
         return ["prototypes: model.head is linear"]
-    lacks = ["sums of fixed features"] if rule.needs.sums and not broadcast.sums else []
+    sums_missing = ["sums of fixed features"] if rule.needs.sums and not broadcast.sums else []
     requested = rule.statistics(*broadcast.weights["prototypes"].shape) if broadcast.weights else {}
     available = statistics_of(broadcast)
-    return lacks + sorted(name for name, shape in requested.items() if available.get(name) != shape)
+    return sums_missing + sorted(name for name, shape in requested.items() if available.get(name) != shape)
 
 
 def requested_statistics(fusion_rules: Sequence[Rule], classes: int, features: int) -> Shapes:

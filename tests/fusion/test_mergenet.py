@@ -196,7 +196,9 @@ def test_a_lost_adapter_is_an_error_until_the_rounds_begin_again(digits: Dataset
 def test_what_acts_between_rounds_is_not_fused_afterwards(digits: Dataset, tmp_path: Path) -> None:
     run(federated(rounds=2, more={"start_round": 1}), tmp_path, data=digits)
     broadcast = Broadcast.read(tmp_path / "broadcast.safetensors")
-    lacks = {kind: acts.lacking(rules.parse(kind), broadcast) for kind in ("mergenet", "taught", "iffi", "average")}
+    lacks = {
+        kind: acts.missing_inputs(rules.parse(kind), broadcast) for kind in ("mergenet", "taught", "iffi", "average")
+    }
     assert lacks["mergenet"] == lacks["taught"] == ["what the server keeps between rounds"]
     assert lacks["iffi"] == ["prototypes: model.head is linear"] and lacks["average"] == []
     assert "mergenet: it acts between rounds and cannot be applied afterwards" in bad(

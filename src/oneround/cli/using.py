@@ -135,11 +135,11 @@ def _obstacle(rule: Rule, broadcast: Broadcast) -> tuple[str, str]:
     """Why a rule cannot fuse uploads to this broadcast, and what to do; both empty where it can."""
     from oneround import acts
 
-    lacking = acts.lacking(rule, broadcast)
+    missing = acts.missing_inputs(rule, broadcast)
     if rule.needs.state and broadcast.weights:
         return "it acts between rounds and cannot be applied afterwards", "run it, or choose another rule"
-    if lacking:
-        why = f"these uploads do not carry what it needs ({', '.join(lacking)})"
+    if missing:
+        why = f"these uploads do not carry what it needs ({', '.join(missing)})"
         return why, "name it in the recipe's fusion list and run again"
     return "", ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch import Tensor
 
@@ -25,13 +26,11 @@ def feature_sums(
     assert site.data is not None
     path = site.folder / "sums" / "kept.safetensors" if site.folder and recipe.epochs > 1 else None
     owner = {"client": site.name, "recipe_digest": broadcast.digest}
-    if path is not None and path.is_file():
-        try:
+    if path is not None:
+        with suppress(ProtocolError):  # missing or damaged: sum again
             manifest, tensors = blob.read(path, "sums")
             if owner.items() <= manifest.items():
                 return tensors
-        except ProtocolError:
-            pass  # damaged: sum again
     constants = sums.constants_of(recipe, broadcast.shape, broadcast.extras)
     features = sums.features_of(recipe, broadcast.shape, constants).to(site.device)
     gathered = sums.gather(

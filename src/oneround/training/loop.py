@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +20,7 @@ from oneround.config.sections import Training
 from oneround.data import Images
 from oneround.data.augment import draw
 from oneround.errors import OutOfTime, RunError
-from oneround.models import PrototypeNet
-from oneround.models.prototype import on_cpu
+from oneround.models.prototype import PrototypeNet, on_cpu
 from oneround.protocol import Broadcast, blob
 from oneround.protocol.encoding import layout_of
 from oneround.protocol.messages import parted, prefixed
@@ -44,7 +42,7 @@ def silent(event: dict[str, Any]) -> None:
 
 
 class Companion(Protocol):
-    """Learns beside a client's network and may change it (mergenet/single.py)."""
+    """A second network that trains beside a client's and may change its weights (mergenet/single.py)."""
 
     def after_step(
         self, net: PrototypeNet, pixels: Tensor, labels: Tensor, numbers: Tensor, rate: float, last: bool
@@ -82,7 +80,7 @@ class Learner:
     ) -> None:
         """Resume from the state in the site's folder, or start from the broadcast.
 
-        `trainer`: the worker's own; `teacher`: its scores are the targets of distillation; `companion`: learns beside the
+        `trainer`: the worker's own; `teacher`: its scores are the targets of distillation; `companion`: trains beside the
         network; `batch_key`: the recipe's key of the batch size, for the message when it does not fit.
         """
         if not site.data:
@@ -97,10 +95,11 @@ class Learner:
         self.epoch = broadcast.first_epoch
         """Number of completed epochs of the whole training; a round continues where the last one ended."""
         self.history: list[dict[str, Any]] = []
-        self.stopped: str | None = None
-        """Why training stopped early, with figures: for this site only."""
+        self.stopped = ""
+        """Why training stopped early, with figures: for this site only; empty if it did not."""
         self.stopped_summary = ""
         """The same without figures that depend on the site's class counts."""
+        self.state_file = site.folder / "state.safetensors" if site.folder else None
         self.stepper.begin_client(self.counts)
         self._resume()
 
@@ -217,13 +216,9 @@ class Learner:
 
     # --- state that survives a kill ----------------------------------------------------------------------------------
 
-    @property
-    def _path(self) -> Path | None:
-        return self.site.folder / "state.safetensors" if self.site.folder else None
-
     def save(self) -> None:
         """Write the state, replacing the last one."""
-        if self._path is None:
+        if self.state_file is None:
             return
         momentum = {} if self.training.restart_optimizer else self.stepper.momentum
         companion = self.companion.state() if self.companion else {}
@@ -232,15 +227,15 @@ class Learner:
         raw = blob.pack(
             "state", {name: on_cpu(value) for name, value in tensors.items()}, {**owner, "history": self.history}
         )
-        blob.write_durably(self._path, raw, flush=False)
+        blob.write_durably(self.state_file, raw, flush=False)
 
     def _resume(self) -> None:
         """Load the saved state, if there is one of this round."""
-        if self._path is None or not self._path.is_file():
+        if self.state_file is None or not self.state_file.is_file():
             return
-        manifest, tensors = blob.read(self._path, "state")
+        manifest, tensors = blob.read(self.state_file, "state")
         if (manifest["client"], manifest["recipe_digest"]) != (self.site.name, self.broadcast.digest):
-            raise RunError(f"{self._path}: state of another client or recipe; remove it to start over")
+            raise RunError(f"{self.state_file}: state of another client or recipe; remove it to start over")
         if not self.broadcast.first_epoch < int(manifest["epoch"]) <= self.broadcast.last_epoch:
             return
         saved = parted(tensors, "momentum", "companion")
