@@ -1,30 +1,24 @@
 """Every built-in part, imported here and nowhere else, so that a recipe finds it by its kind."""
+# ruff: noqa: F401
 
-from oneround.data import official as official
-from oneround.data import partition as partition
-from oneround.fusion import aligned_iffi as aligned_iffi
-from oneround.fusion import average as average
-from oneround.fusion import distilled as distilled
-from oneround.fusion import dynamic_prototypes as dynamic_prototypes
-from oneround.fusion import entropy_gated as entropy_gated
-from oneround.fusion import feature_vote as feature_vote
-from oneround.fusion import iffi as iffi
-from oneround.fusion import informative_iffi as informative_iffi
-from oneround.fusion import logit_ensemble as logit_ensemble
-from oneround.fusion import mergenet as mergenet
-from oneround.fusion import ridge as ridge
-from oneround.fusion import routed as routed
-from oneround.fusion import split as split
-from oneround.fusion import taught as taught
-from oneround.fusion import typicality_gated as typicality_gated
-from oneround.models import encoders as encoders
-from oneround.models import features as features
-from oneround.models import patches as patches
-from oneround.training import contrastive as contrastive
-from oneround.training import distillation as distillation
-from oneround.training import objective as objective
-from oneround.training import reference as reference
-from oneround.training.alignment import anchors as anchors
-from oneround.training.alignment import guards as guards
-from oneround.training.alignment import schedules as schedules
-from oneround.training.alignment import weights as weights
+from oneround.data import official, partition
+from oneround.fusion import (
+    aligned_iffi,
+    average,
+    distilled,
+    dynamic_prototypes,
+    entropy_gated,
+    feature_vote,
+    iffi,
+    informative_iffi,
+    logit_ensemble,
+    mergenet,
+    ridge,
+    routed,
+    split,
+    taught,
+    typicality_gated,
+)
+from oneround.models import encoders, features, patches
+from oneround.training import contrastive, distillation, objective, reference
+from oneround.training.alignment import anchors, guards, schedules, weights
