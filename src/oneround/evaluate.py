@@ -19,8 +19,7 @@ from oneround.data.augment import preprocessing
 from oneround.fusion import EnsembleRule, Rule, ridge
 from oneround.fusion.base import expert_of
 from oneround.global_model import GlobalModel
-from oneround.models import Ensemble, Expert
-from oneround.models.inference import Combine, Combiner
+from oneround.models.inference import Combine, Combiner, Ensemble, Expert
 from oneround.protocol import Broadcast, Upload
 from oneround.site import Site
 

@@ -80,7 +80,7 @@ def test_held_out_distances_are_larger_than_in_sample_ones() -> None:
     labels = torch.arange(60) % 3
     means, usable, whitening = typicality.gaussian(unit, labels, 3)
     inside = typicality.distances(unit, means, whitening).amin(1).mean()
-    assert usable.all() and float(typicality.typical(unit, labels, 3)) > 1.2 * float(inside)
+    assert usable.all() and float(typicality.typical_distance(unit, labels, 3)) > 1.2 * float(inside)
 
 
 def test_rare_classes_do_not_count_unless_all_are_rare() -> None:

@@ -17,19 +17,18 @@ from torch import Tensor
 from oneround.config.parts import Needs
 from oneround.fusion.base import LazyExperts, Rule, SavedModel, UploadExperts, rules
 from oneround.fusion.iffi import Iffi
-from oneround.models import Ensemble, Expert, Inference
-from oneround.models.inference import Experts
+from oneround.models.inference import Ensemble, Expert, Experts, Inference
 from oneround.protocol import Broadcast, Upload
 from oneround.site import Site
 
-Way = Literal["match", "procrustes"]
+Method = Literal["match", "procrustes"]
 
 
 @rules.register("aligned-iffi")
 class AlignedIffi(Rule):
     """Features averaged in one client's feature space after alignment, against the mean of the aligned prototypes."""
 
-    by: Way = "procrustes"
+    by: Method = "procrustes"
 
     @property
     def needs(self) -> Needs:
@@ -43,7 +42,7 @@ class AlignedIffi(Rule):
         return Iffi().restore(saved)
 
 
-def aligned(experts: Experts, uploads: Sequence[Upload], by: Way) -> LazyExperts[Expert]:
+def aligned(experts: Experts, uploads: Sequence[Upload], by: Method) -> LazyExperts[Expert]:
     """Experts transformed into the feature space of the one with the most samples (ties: first by name)."""
     reference = min(uploads, key=lambda upload: (-upload.samples, upload.client))
     target, target_classes = reference.weights["prototypes"], reference.class_counts > 0

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from oneround.config.parts import Needs
 from oneround.fusion.base import Rule, SavedModel, rules
-from oneround.models import Inference, Single
-from oneround.models.inference import to_inference
+from oneround.models.inference import Inference, Single, to_inference
 from oneround.models.prototype import network_from
 from oneround.protocol import Broadcast, Upload
 from oneround.site import Site

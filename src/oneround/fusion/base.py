@@ -14,11 +14,19 @@ from torch import Tensor
 
 from oneround.config.parts import Needs, Part, RulePart, Slot
 from oneround.config.recipe import Federated, Local
-from oneround.models import Ensemble, Expert, Inference, Single
-from oneround.models.inference import Combine, ExpertOutput, Experts, Totals, to_inference
+from oneround.models.inference import (
+    Combine,
+    Ensemble,
+    Expert,
+    ExpertOutput,
+    Experts,
+    Inference,
+    Single,
+    Totals,
+    to_inference,
+)
 from oneround.models.prototype import network_from
-from oneround.protocol import Broadcast, Upload
-from oneround.protocol.messages import Shapes, part_of
+from oneround.protocol.messages import Broadcast, Shapes, Upload, part_of
 from oneround.seeds import generator
 from oneround.site import Site
 

@@ -30,11 +30,9 @@ from torch.nn import functional as F
 
 from oneround.config.parts import Needs
 from oneround.fusion.base import EnsembleRule, SavedModel, rules
-from oneround.models import Ensemble, Inference
-from oneround.models.inference import Combine, Combiner, ExpertOutput, Totals, plus
+from oneround.models.inference import Combine, Combiner, Ensemble, ExpertOutput, Inference, Totals, plus
 from oneround.models.prototype import on_cpu
-from oneround.protocol import Broadcast, Upload
-from oneround.protocol.messages import Shapes
+from oneround.protocol.messages import Broadcast, Shapes, Upload
 from oneround.site import Site
 
 STEPS, RATE, TO_START = 20, 1e-3, 0.1

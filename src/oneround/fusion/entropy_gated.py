@@ -19,11 +19,11 @@ TINY = 1e-30
 class EntropyGated(EnsembleRule):
     """Clients' probabilities, weighted by sample count and certainty."""
 
+    sharpness: NotNegative = 3.0
+
     @property
     def needs(self) -> Needs:
         return Needs(network=True)
-
-    sharpness: NotNegative = 3.0
 
     def add(self, totals: Totals | None, output: ExpertOutput) -> Totals:
         log_p = output.logits.log_softmax(1)

@@ -1,8 +1,9 @@
-"""Feature vote: after training, clients upload some features of their own images, and the server classifies by the nearest.
+"""Feature vote: after training, clients upload some features of their own images, which vote for their class by similarity.
 
-Each client k uploads up to m unit features of every class it holds. All of them vote on x, each in its own client's feature
-space: score_c = log Σ_k Σ_{u of class c at k} e^{z_k(x)·u/τ}. Votes are weighted up where a client uploads only part of a class.
-It discloses features of single images, from which similar images can be reconstructed.
+    score_c(x) = log Σ_k Σ_{u of class c at k} (n_kc/m_kc)·e^{z_k(x)·u/τ}
+
+Each client k uploads up to m unit features u of every class it holds. They are compared with x in the client's own feature
+space. A vote counts for all n_kc images of the class, where only m_kc of them are uploaded. It discloses features of single images, from which similar images can be reconstructed.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ from typing import Annotated
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from oneround.config.sections import Positive
 from oneround.fusion.base import EnsembleRule, rules
-from oneround.fusion.typicality_gated import UNIT
+from oneround.fusion.typicality_gated import MAX_NORM
 from oneround.models.inference import ExpertOutput, Totals
 from oneround.protocol.messages import Shapes
 
-NOTHING = -1e30  # the log of no vote
+NO_VOTE = -1e30  # the log of no vote
 
 
 @rules.register("feature-vote")
@@ -41,17 +41,17 @@ class FeatureVote(EnsembleRule):
 
     def measure(self, unit: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
         """The first of each class: the order of a client's samples carries no information."""
-        chosen_features = unit.new_zeros(classes, self.per_class, unit.shape[1])
+        uploaded = unit.new_zeros(classes, self.per_class, unit.shape[1])
         weight = unit.new_zeros(classes)
         for label in range(classes):
             members = unit[labels == label]
             chosen = members[: self.per_class]
-            chosen_features[label, : len(chosen)] = chosen
+            uploaded[label, : len(chosen)] = chosen
             weight[label] = len(members) / max(1, len(chosen))
-        return {"features": chosen_features, "features_weight": weight}
+        return {"features": uploaded, "features_weight": weight}
 
     def check_statistics(self, statistics: Mapping[str, Tensor]) -> None:
-        if float(statistics["features"].norm(dim=2).max()) > UNIT:
+        if float(statistics["features"].norm(dim=2).max()) > MAX_NORM:
             raise ValueError("features are of length 1 and cannot be longer")
         if float(statistics["features_weight"].min()) < 0:
             raise ValueError("features_weight counts images and cannot be below 0")
@@ -59,9 +59,9 @@ class FeatureVote(EnsembleRule):
     def add(self, totals: Totals | None, output: ExpertOutput) -> Totals:
         uploaded, weight = output.expert.statistic("features"), output.expert.statistic("features_weight")
         present = uploaded.square().sum(2) > 0
-        votes = torch.einsum("nd,cmd->ncm", F.normalize(output.features, dim=1), uploaded) / self.temperature
-        scores = votes.masked_fill(~present, NOTHING).logsumexp(2) + weight.clamp(min=1e-30).log()
-        scores = torch.where(weight > 0, scores, NOTHING)
+        votes = torch.einsum("nd,cmd->ncm", output.unit, uploaded) / self.temperature
+        scores = votes.masked_fill(~present, NO_VOTE).logsumexp(2) + weight.clamp(min=1e-30).log()
+        scores = torch.where(weight > 0, scores, NO_VOTE)
         return {"votes": scores if totals is None else torch.logaddexp(totals["votes"], scores)}
 
     def scores(self, totals: Totals) -> Tensor:

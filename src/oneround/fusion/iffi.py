@@ -1,4 +1,4 @@
-"""IFFI, the inference of FAFI: average the clients' features and compare them with the mean prototypes.
+"""IFFI, the inference of FAFI (Zeng et al., 2025): average the clients' features and compare them with the mean prototypes.
 
 F(x) = Σ_k w_k f_k(x), w_k = n_k / Σ n;  class = argmax F(x)/‖F(x)‖ · P̄ᵀ with P̄ = mean_k P_k.
 """
@@ -17,22 +17,20 @@ from oneround.models.inference import ExpertOutput, Totals, plus
 class Iffi(EnsembleRule):
     """Features averaged by sample count, against the mean of the prototypes."""
 
+    def weight(self, output: ExpertOutput) -> Tensor:
+        """w_k before normalisation, (n, 1) or (1, 1)."""
+        return output.expert.samples[None, None]
+
     def add(self, totals: Totals | None, output: ExpertOutput) -> Totals:
-        return add_features(totals, output, output.expert.samples[None, None])
+        weight, expert = self.weight(output), output.expert
+        return plus(
+            totals,
+            features=weight * output.features,
+            weight=weight,
+            prototypes=expert.net.prototypes,
+            clients=torch.ones_like(expert.samples),
+        )
 
     def scores(self, totals: Totals) -> Tensor:
-        return against_mean_prototypes(totals)
-
-
-def add_features(totals: Totals | None, output: ExpertOutput, weight: Tensor) -> Totals:
-    """Add one client's features, weighted, and its prototypes to the totals."""
-    one = torch.ones((), device=weight.device)
-    return plus(
-        totals, features=weight * output.features, weight=weight, prototypes=output.expert.net.prototypes, clients=one
-    )
-
-
-def against_mean_prototypes(totals: Totals) -> Tensor:
-    """Cosine-like scores of the fused features against the mean prototypes."""
-    fused = F.normalize(totals["features"] / totals["weight"].clamp(min=1e-12), dim=1)
-    return fused @ (totals["prototypes"] / totals["clients"]).T
+        fused = F.normalize(totals["features"] / totals["weight"].clamp(min=1e-12), dim=1)
+        return fused @ (totals["prototypes"] / totals["clients"]).T

@@ -8,18 +8,14 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from oneround.fusion.base import EnsembleRule, rules
-from oneround.fusion.iffi import add_features, against_mean_prototypes
-from oneround.models.inference import ExpertOutput, Totals
+from oneround.fusion.base import rules
+from oneround.fusion.iffi import Iffi
+from oneround.models.inference import ExpertOutput
 
 
 @rules.register("informative-iffi")
-class InformativeIffi(EnsembleRule):
+class InformativeIffi(Iffi):
     """Features averaged by their dissimilarity to the client's feature of noise."""
 
-    def add(self, totals: Totals | None, output: ExpertOutput) -> Totals:
-        weight = 1 - F.cosine_similarity(output.features, output.expert.noise_feature[None], dim=1)
-        return add_features(totals, output, weight[:, None])
-
-    def scores(self, totals: Totals) -> Tensor:
-        return against_mean_prototypes(totals)
+    def weight(self, output: ExpertOutput) -> Tensor:
+        return 1 - F.cosine_similarity(output.features, output.expert.noise_feature[None], dim=1)[:, None]

@@ -67,8 +67,12 @@ class MergeNet(Average):
     @property
     def needs(self) -> Needs:
         fuses = self.every > 0
-        own = Needs(public=fuses and self.teacher.needs_public, validation=self.accept_if is not None, state=True)
-        return super().needs | own | Needs(rounds=self.start_round + 1 if fuses else 1)
+        return super().needs | Needs(
+            public=fuses and self.teacher.needs_public,
+            validation=self.accept_if is not None,
+            rounds=self.start_round + 1 if fuses else 1,
+            state=True,
+        )
 
     def check(self, broadcast: Broadcast, local: Local) -> None:
         if not self.every:
@@ -81,9 +85,9 @@ class MergeNet(Average):
         if not self.every:
             return single(averaged, broadcast, server)
         facts: dict[str, Any] = {"round": number}
-        due = self.start_round <= number < last and (number - self.start_round) % self.every == 0
-        if number < self.start_round or (number == self.start_round and not due):
+        if number < self.start_round:
             return single(averaged, broadcast, server, facts)
+        due = number < last and (number - self.start_round) % self.every == 0
         fusions = 1 + (min(number, last - 1) - self.start_round) // self.every  # so far, this round included
         teacher_key = self.key(broadcast.recipe, "teacher.batch_size")
         teacher = teacher_of(self.teacher, broadcast, server, fusions, teacher_key)
@@ -92,12 +96,14 @@ class MergeNet(Average):
         if number > self.start_round:
             merger.load(read_state(self._state(server, number - 1), "adapter", broadcast, LOST_ADAPTER))
         metrics = merger.learn(averaged, number / last)
-        fused = {name: on_cpu(value) for name, value in merger.fuse(averaged, teacher).items()} if due else {}
+        fused = merger.fuse(averaged, teacher) if due else {}
         metrics |= merger.effect()
         facts |= {name: value for name, value in metrics.items() if math.isfinite(value)}
         sent = averaged
         if due:
-            sent = fused if self._accepts(fused, averaged, broadcast, server, facts) else averaged
+            fused = {name: on_cpu(value) for name, value in fused.items()}
+            if self._accepts(fused, averaged, broadcast, server, facts):
+                sent = fused
             if (first := broadcast.recipe.fusion[0]) != self:
                 facts |= {"accepted": False, "reason": f"only scored: {first.label} comes first in fusion and goes out"}
         write_state(self._state(server, number), "adapter", merger.state(), broadcast)

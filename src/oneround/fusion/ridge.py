@@ -22,8 +22,7 @@ from oneround.fusion.base import Rule, SavedModel, rules
 from oneround.models import Inference
 from oneround.models.linear import Linear
 from oneround.privacy.masks import Masked, add_up
-from oneround.protocol import Broadcast, Upload, UploadFolder
-from oneround.protocol.messages import part_of
+from oneround.protocol.messages import Broadcast, Upload, UploadFolder, part_of
 from oneround.session import ScoringSession
 from oneround.site import Site
 from oneround.sums import Moments, Solution, constants_of, features_of, rescale, solve, unpacked
@@ -77,8 +76,7 @@ def restore_linear(tensors: dict[str, Tensor], recipe: Federated, mirrored: bool
     constants = part_of(tensors, "features")
     channels, height, width = tensors["shape"].tolist()
     shape = (channels, height, width)
-    features = features_of(recipe, shape, constants)
-    return Linear(features, constants, shape, tensors, mirrored)
+    return Linear(features_of(recipe, shape, constants), constants, shape, tensors, mirrored)
 
 
 def pooled_solution(

@@ -4,8 +4,8 @@
 
 p_r is the ridge's posterior, q_k the client's: softmax(z_k·P_kᵀ/T), or the Gaussian one of its class means (`typicality`), for
 which t_k measures how atypical x is for client k. Options left out (T, trust, β, η) are chosen on validation images if the
-server has some, from a grid between the ridge alone (the experts have no weight) and the experts alone (trust 0, η 0), so a weak
-part is dropped; without such images they are DEFAULTS.
+server has some, from a grid that includes the ridge alone (the experts have no weight) and the experts alone (trust 0, η 0), so
+a weak part can be dropped; without such images they are DEFAULTS.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from oneround.data.augment import preprocessing
 from oneround.data.images import BATCH
 from oneround.fusion.base import EnsembleRule, Rule, SavedModel, UploadExperts, rules
 from oneround.fusion.ridge import Ridge, pooled_solution, restore_linear
-from oneround.fusion.typicality_gated import SHUT, TINY, TypicalityGated, add_votes, typicality
-from oneround.models import Ensemble, Inference
-from oneround.models.inference import Combiner, ExpertOutput, Experts, Totals
+from oneround.fusion.typicality_gated import LOG_CLOSED, TINY, TypicalityGated, add_votes, typicality
+from oneround.models.inference import Combiner, Ensemble, ExpertOutput, Experts, Inference, Totals
 from oneround.models.linear import Linear
 from oneround.models.prototype import on_cpu
-from oneround.protocol import Broadcast, Upload
-from oneround.protocol.messages import Shapes
+from oneround.protocol.messages import Broadcast, Shapes, Upload
 from oneround.site import Site
 
 log = logging.getLogger("oneround")
@@ -122,15 +120,13 @@ class Routed(EnsembleRule):
         tried = [Setting(*values) for values in itertools.product(*axes.values())]
         if not self._options:
             tried.insert(0, RIDGE_ONLY)
-        return max(tried, key=lambda setting: routing.judge(outputs, labels, setting))
+        return max(tried, key=lambda setting: routing.performance(outputs, labels, setting))
 
     def restore(self, saved: SavedModel) -> Inference:
         tensors = saved.shards[0]()
         ridge, setting = restore_linear(tensors, saved.recipe, False), Setting(*tensors["setting"].tolist())
-        routing = Routing(
-            ridge, tensors["class_totals" if "class_totals" in tensors else "held"], setting, self.posterior
-        ).eval()
-        return Ensemble(routing, saved.experts(1))
+        class_totals = tensors["class_totals" if "class_totals" in tensors else "held"]  # its name in version 0.1.0
+        return Ensemble(Routing(ridge, class_totals, setting, self.posterior).eval(), saved.experts(1))
 
 
 View = tuple[Tensor, Tensor, Tensor]
@@ -159,14 +155,14 @@ class Routing(Combiner):
     @staticmethod
     def _initial(log_p: Tensor) -> Totals:
         none = torch.zeros_like(log_p)
-        return {"ridge": log_p, "gate": none[:, :1] + SHUT, "weight": none[:, :1], "votes": none}
+        return {"ridge": log_p, "gate": none[:, :1] + LOG_CLOSED, "weight": none[:, :1], "votes": none}
 
     def view(self, output: ExpertOutput) -> View:
         """One client's view of a batch."""
         share = output.expert.class_counts / self.class_totals.clamp(min=1)
         if self.posterior == "typicality":
             atypicality, logits = typicality(output)
-            return atypicality.clamp(max=-SHUT), logits, share
+            return atypicality.clamp(max=-LOG_CLOSED), logits, share
         return torch.zeros_like(output.logits[:, :1]), output.logits, share
 
     def add(self, totals: Totals | None, output: ExpertOutput) -> Totals:
@@ -177,7 +173,7 @@ class Routing(Combiner):
     def _fold(totals: Totals, view: View, setting: Setting) -> Totals:
         atypicality, logits, share = view
         routed = (setting.trust * totals["ridge"]).softmax(1) @ share[:, None]
-        gate = (routed.clamp(min=TINY).log() - setting.beta * atypicality).clamp(min=SHUT)
+        gate = (routed.clamp(min=TINY).log() - setting.beta * atypicality).clamp(min=LOG_CLOSED)
         return totals | add_votes(totals, gate, (logits / setting.temperature).softmax(1))
 
     def scores(self, totals: Totals) -> Tensor:
@@ -199,7 +195,7 @@ class Routing(Combiner):
             views.append((torch.cat(atypicality), torch.cat(logits), share[0]))
         return initial, views
 
-    def judge(self, outputs: tuple[Totals, list[View]], labels: Tensor, setting: Setting) -> tuple[float, float]:
+    def performance(self, outputs: tuple[Totals, list[View]], labels: Tensor, setting: Setting) -> tuple[float, float]:
         """Accuracy and mean log-likelihood of a setting on evaluated images."""
         totals, views = outputs
         for view in views:

@@ -2,6 +2,7 @@
 
 The first blocks of the networks are averaged, the rest stays the client's own, and the clients' outputs are combined by another
 rule. The number of shared blocks follows from the similarity of the label distributions:
+
     s = mean over pairs of clients of 1 − √JSD₂(p_i, p_j),  shared blocks = clip(round(s·N), 1, N − 1) of N
 
 one number for all (`all`), one per client from its pairs (`each`), or from the client's own labels only (`client`:
@@ -25,9 +26,8 @@ from oneround.data.augment import preprocessing
 from oneround.fusion.aligned_iffi import aligned
 from oneround.fusion.average import average_weights
 from oneround.fusion.base import EnsembleRule, Rule, SavedModel, expert_of, rules
-from oneround.models import Ensemble, Expert, Inference, Single
 from oneround.models.blocks import blocks
-from oneround.models.inference import Experts, to_inference
+from oneround.models.inference import Ensemble, Expert, Experts, Inference, Single, to_inference
 from oneround.models.prototype import PrototypeNet, build, network_from
 from oneround.protocol import Broadcast, Upload
 from oneround.site import Site
@@ -35,7 +35,7 @@ from oneround.training.alignment.aligner import label_entropy
 from oneround.training.distillation import noise_images
 from oneround.training.server_side import public_images
 
-MADE_UP = 512  # noise images to measure batch-norm statistics on
+NOISE_IMAGES = 512  # to measure batch-norm statistics on
 
 
 @rules.register("split")
@@ -54,9 +54,10 @@ class Split(Rule):
     @field_validator("inner")
     @classmethod
     def _inner_fits(cls, value: RulePart) -> RulePart:
-        if not _fits(value):
-            known = ", ".join(kind for kind in sorted(rules.kinds) if _fits_by_default(kind))
-            raise ValueError(f"must be a rule that keeps networks and asks for no statistics ({known})")
+        if not isinstance(value, EnsembleRule) or value.needs.sums or value.statistics(2, 2):
+            raise ValueError(
+                "must be a rule that keeps networks and asks for no statistics, such as iffi or logit-ensemble"
+            )
         return value
 
     @property
@@ -80,19 +81,6 @@ class Split(Rule):
 
     def restore(self, saved: SavedModel) -> Inference:
         return rules.of(self.inner).restore(saved)
-
-
-def _fits(rule: RulePart) -> bool:
-    """Whether a rule can be the inner one."""
-    return isinstance(rule, EnsembleRule) and not rule.needs.sums and not rule.statistics(2, 2)
-
-
-def _fits_by_default(kind: str) -> bool:
-    """The same of a kind with default options; a plug-in may have options without a default."""
-    try:
-        return _fits(rules.parse(kind))
-    except ValueError:
-        return False
 
 
 def similarity(counts: Tensor) -> Tensor:
@@ -161,7 +149,7 @@ class SplitExperts:
 
 def _images(rule: Split, broadcast: Broadcast, server: Site) -> Images | None:
     if rule.restate == "noise":
-        return noise_images(broadcast.shape, MADE_UP, broadcast.recipe.seeds.initialisation)
+        return noise_images(broadcast.shape, NOISE_IMAGES, broadcast.recipe.seeds.initialisation)
     return public_images(server, "fusion.split", ", or restate: noise") if rule.restate == "public" else None
 
 

@@ -14,8 +14,7 @@ from oneround.config.sections import Count, Positive
 from oneround.fusion.average import Average, average_weights, single
 from oneround.fusion.base import rules
 from oneround.mergenet import Teacher, teacher_of
-from oneround.models import Inference
-from oneround.models.inference import to_inference
+from oneround.models.inference import Inference, to_inference
 from oneround.models.prototype import network_from
 from oneround.protocol import Broadcast, Upload
 from oneround.site import Site

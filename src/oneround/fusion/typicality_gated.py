@@ -25,14 +25,14 @@ from oneround.fusion.iffi import Iffi
 from oneround.models.inference import ExpertOutput, Totals
 from oneround.protocol.messages import Shapes, part_of, prefixed
 
-ENOUGH = 20  # samples that make a class mean usable
+MIN_SAMPLES = 20  # of a class whose mean is usable
 FOLDS = 5
 RIDGE = 1e-6
 TINY = 1e-30
-UNIT = 1.5  # bound on the length of a unit feature or class mean, with room for 8-bit rounding
-WHITEST = 1e4  # in L⁻¹: 1/√RIDGE, and room for rounding
-LARGEST = 1e12  # bound on a distance, far above that of two unit vectors
-SHUT = -1e30  # the log of a closed gate
+MAX_NORM = 1.5  # of a unit feature or class mean, with room for 8-bit rounding
+MAX_WHITENING = 1e4  # in L⁻¹: 1/√RIDGE, and room for rounding
+MAX_DISTANCE = 1e12  # far above that of two unit vectors
+LOG_CLOSED = -1e30  # log of a gate that is closed
 
 
 @rules.register("typicality-gated")
@@ -62,33 +62,35 @@ class TypicalityGated(EnsembleRule):
             "typicality_means": means,
             "typicality_usable": usable.float(),
             "typicality_whitening": whitening,
-            "typicality_scale": typical(unit, labels, classes),
+            "typicality_scale": typical_distance(unit, labels, classes),
         }
 
     def check_statistics(self, statistics: Mapping[str, Tensor]) -> None:
         means, usable, whitening, scale = (statistics[name] for name in self.statistics(1, 1))
         if not bool(((usable == 0) | (usable == 1)).all()):
             raise ValueError("typicality_usable must be 0 or 1 for every class")
-        if not 0 < float(scale) <= LARGEST:
-            raise ValueError(f"typicality_scale = {float(scale):.3g}: must be above 0 and at most {LARGEST:g}")
-        if float(means.norm(dim=1).max()) > UNIT:
+        if not 0 < float(scale) <= MAX_DISTANCE:
+            raise ValueError(f"typicality_scale = {float(scale):.3g}: must be above 0 and at most {MAX_DISTANCE:g}")
+        if float(means.norm(dim=1).max()) > MAX_NORM:
             raise ValueError("typicality_means are of unit features and cannot be longer than 1")
         most = float(whitening.abs().max())
-        if most > WHITEST:
-            raise ValueError(f"typicality_whitening has {most:.3g}; at most {WHITEST:g} with a ridge of {RIDGE:g}")
+        if most > MAX_WHITENING:
+            raise ValueError(
+                f"typicality_whitening has {most:.3g}; at most {MAX_WHITENING:g} with a ridge of {RIDGE:g}"
+            )
         if float(whitening.triu(1).abs().max()) > 1e-4 * most:
             raise ValueError("typicality_whitening must be a lower triangle")
 
     def add(self, totals: Totals | None, output: ExpertOutput) -> Totals:
         nearest, evidence = typicality(output)
-        gate = (output.expert.samples.log() - self.beta * nearest).clamp(min=SHUT)
+        gate = (output.expert.samples.log() - self.beta * nearest).clamp(min=LOG_CLOSED)
         fallback = _IFFI.add(part_of(totals, "iffi") if totals else None, output)
         return add_votes(totals, gate, (evidence / self.temperature).softmax(1)) | prefixed(iffi=fallback)
 
     def scores(self, totals: Totals) -> Tensor:
         votes = (totals["votes"] / totals["weight"]).clamp(min=TINY).log()
         fallback = _IFFI.scores(part_of(totals, "iffi"))
-        return torch.where(totals["gate"] > SHUT, votes, fallback)  # no client with a usable class: IFFI
+        return torch.where(totals["gate"] > LOG_CLOSED, votes, fallback)  # no client with a usable class: IFFI
 
 
 _IFFI = Iffi()
@@ -115,7 +117,7 @@ def typicality(output: ExpertOutput) -> tuple[Tensor, Tensor]:
         output.unit, expert.statistic("typicality_means"), expert.statistic("typicality_whitening")
     )
     squared_distances = squared_distances.masked_fill(~usable, torch.inf)
-    evidence = expert.class_counts.clamp(min=1).log() - squared_distances.nan_to_num(posinf=-2 * SHUT) / 2
+    evidence = expert.class_counts.clamp(min=1).log() - squared_distances.nan_to_num(posinf=-2 * LOG_CLOSED) / 2
     return squared_distances.amin(1, keepdim=True) / expert.statistic("typicality_scale"), evidence
 
 
@@ -129,7 +131,7 @@ def gaussian(unit: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor
     members = F.one_hot(labels, classes).to(unit)
     counts = members.sum(0)
     means = members.T @ unit / counts.clamp(min=1)[:, None]
-    usable = (counts > 0) & (counts >= min(ENOUGH, float(counts.max())))
+    usable = (counts > 0) & (counts >= min(MIN_SAMPLES, float(counts.max())))
     covariance = oas(unit - means[labels])
     identity = torch.eye(unit.shape[1], device=unit.device, dtype=unit.dtype)
     factor = torch.linalg.cholesky(covariance + RIDGE * identity)
@@ -146,7 +148,7 @@ def oas(residuals: Tensor) -> Tensor:
     return (1 - shrinkage) * covariance + shrinkage * mu * torch.eye(d, device=residuals.device, dtype=residuals.dtype)
 
 
-def typical(unit: Tensor, labels: Tensor, classes: int) -> Tensor:
+def typical_distance(unit: Tensor, labels: Tensor, classes: int) -> Tensor:
     """Mean distance of held-out samples to their nearest class mean; the dimension, its expectation, for a single sample."""
     if len(unit) < 2:
         return unit.new_tensor(float(unit.shape[1]))

@@ -46,7 +46,7 @@ class Aligner:
         self.weight, self.schedule = weights.of(options.weight), schedules.of(options.schedule)
         self.guard = guards.of(options.guard)
         clamped = recipe.safeguards.on_explosion == "clamp"
-        self.first_ceiling = recipe.safeguards.largest_weight if clamped else torch.finfo(torch.float32).max
+        self.initial_ceiling = recipe.safeguards.largest_weight if clamped else torch.finfo(torch.float32).max
         self.variables: dict[str, nn.Parameter] = {
             name: nn.Parameter(anchors.new_zeros(())) for name in self.weight.variables(0.5)
         }
@@ -119,9 +119,9 @@ class Aligner:
         """Initialise the state for a client with these class counts."""
         entropy = label_entropy(counts)
         self.entropy.fill_(entropy)
-        first = self.weight.variables(entropy) | self.weight.memory() | {CEILING: self.first_ceiling}
+        initial = self.weight.variables(entropy) | self.weight.memory() | {CEILING: self.initial_ceiling}
         for name, tensor in self.live.items():
-            tensor.fill_(first[name])
+            tensor.fill_(initial[name])
 
     @property
     def live(self) -> State:

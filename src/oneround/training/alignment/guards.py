@@ -42,7 +42,7 @@ class NoGuard(Guard):
 
 @guards.register("inverse-variance")
 class InverseVariance(SigmaGuard):
-    """+ γ/σ_a²: at rest σ_a² = s·L_align + 2γ, so λ never exceeds L_base/(2γ)."""
+    """+ γ/σ_a²: at the stationary point σ_a² = s·L_align + 2γ, so λ never exceeds L_base/(2γ)."""
 
     gamma: Positive = 0.04
 
