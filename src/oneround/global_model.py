@@ -22,7 +22,7 @@ from oneround.config.parts import Part
 from oneround.config.recipe import Federated
 from oneround.data.augment import preprocessing
 from oneround.data.files import decode_image
-from oneround.errors import ProtocolError, RecipeError
+from oneround.errors import ProtocolError, RecipeError, printable, refused
 from oneround.fusion.base import SavedModel, rules
 from oneround.models import Ensemble, Inference
 from oneround.protocol import blob
@@ -129,11 +129,9 @@ class GlobalModel(nn.Module):
             manifest = json.loads(path.read_text(encoding="utf-8"))
             version, kind = manifest["format"], manifest["kind"]
             if version != blob.FORMAT or kind != "global-model":
-                raise ProtocolError(
-                    f"{path}: refused, {kind} of format {version}; this version reads format {blob.FORMAT}"
-                )
+                raise refused(str(path), f"{kind} of format {version}; this version reads format {blob.FORMAT}")
             if manifest.pop("sha256") != _checksum(manifest):
-                raise ProtocolError(f"{path}: refused, its content does not match its checksum")
+                raise refused(str(path), "its content does not match its checksum")
             recipe = parse_federated(manifest["recipe"])
             rule = rules.of(parse_part("fusion", manifest["rule"]))
             channels, height, width = manifest["shape"]
@@ -143,15 +141,11 @@ class GlobalModel(nn.Module):
             raise ProtocolError(f"{path}: {error}; if a plug-in brings it, name its module (--plugin)") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = f"{error} is missing in it" if isinstance(error, KeyError) else "it is cut off or was edited"
-            raise ProtocolError(
-                f"{path}: refused, damaged ({reason}); make the model again: oneround fuse RUN"
-            ) from None
+            raise refused(str(path), f"damaged ({reason}); make the model again: oneround fuse RUN") from None
         try:
             inference = rule.restore(SavedModel(shards, recipe, channels, len(names), streamed))
         except RuntimeError as error:  # load_state_dict: names or shapes differ
-            raise ProtocolError(
-                f"{path}: refused, its tensors do not fit its recipe ({' '.join(str(error).split())[:200]})"
-            ) from None
+            raise refused(str(path), f"its tensors do not fit its recipe ({printable(str(error))})") from None
         return GlobalModel(inference, rule, recipe, names, (channels, height, width))
 
     def to_onnx(self, path: str | PathLike[str]) -> float:
@@ -218,5 +212,5 @@ def _read_shard(folder: Path, entry: dict[str, Any]) -> dict[str, Tensor]:
     path = folder / Path(str(entry["file"])).name
     _, tensors = blob.read(path, "shard", int(entry["bytes"]))
     if blob.checksum(tensors) != entry["sha256"]:
-        raise ProtocolError(f"{path}: refused, it is not the file its manifest lists")
+        raise refused(str(path), "it is not the file its manifest lists")
     return tensors
