@@ -94,7 +94,7 @@ class MergeNet(Average):
         pairs, seed = chosen_pairs(self.pairs, broadcast), broadcast.recipe.seeds.initialisation
         merger = Merger(pairs, self.adapter, averaged, teacher, seed, server.device)
         if number > self.start_round:
-            merger.load(read_state(self._state(server, number - 1), "adapter", broadcast, LOST_ADAPTER))
+            merger.load(read_state(self._state_path(server, number - 1), "adapter", broadcast, LOST_ADAPTER))
         metrics = merger.learn(averaged, number / last)
         fused = merger.fuse(averaged, teacher) if due else {}
         metrics |= merger.effect()
@@ -106,11 +106,11 @@ class MergeNet(Average):
                 sent = fused
             if (first := broadcast.recipe.fusion[0]) != self:
                 facts |= {"accepted": False, "reason": f"only scored: {first.label} comes first in fusion and goes out"}
-        write_state(self._state(server, number), "adapter", merger.state(), broadcast)
-        self._state(server, number - 2).unlink(missing_ok=True)
+        write_state(self._state_path(server, number), "adapter", merger.state(), broadcast)
+        self._state_path(server, number - 2).unlink(missing_ok=True)
         return single(sent, broadcast, server, facts)
 
-    def _state(self, server: Site, number: int) -> Path:
+    def _state_path(self, server: Site, number: int) -> Path:
         """Path of the adapter's state after a round; rules with other options have files of their own."""
         return server.state_folder(self) / f"adapter_{number:03d}.safetensors"
 
@@ -126,13 +126,13 @@ class MergeNet(Average):
         if reason := not_finite(fused, self.adapter):
             facts["reason"] = reason
         elif server.validation:
-            ours, average = (
+            fused_accuracy, average_accuracy = (
                 accuracy(single(weights, broadcast, server), server.validation, broadcast.recipe, server.device)
                 for weights in (fused, averaged)
             )
-            facts |= {"fused_validation": ours, "average_validation": average}
-            if self.accept_if is not None and ours < average - self.accept_if:
-                facts["reason"] = f"{ours:.4f} on validation images, the average {average:.4f}"
+            facts |= {"fused_validation": fused_accuracy, "average_validation": average_accuracy}
+            if self.accept_if is not None and fused_accuracy < average_accuracy - self.accept_if:
+                facts["reason"] = f"{fused_accuracy:.4f} on validation images, the average {average_accuracy:.4f}"
         elif self.accept_if is not None:
             raise RunError(
                 f"fusion.mergenet.accept_if = {self.accept_if:g}: the server holds no validation images; set validation, for example 0.1"

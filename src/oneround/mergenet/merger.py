@@ -45,7 +45,7 @@ def chosen_pairs(named: list[Pair], broadcast: Broadcast) -> list[Pair]:
     return [Pair(student=chosen, teacher="prototypes")]
 
 
-def not_finite(weights: Mapping[str, Tensor], adapter: Adapter) -> str:
+def not_finite(weights: Weights, adapter: Adapter) -> str:
     """Why a fused network must not be sent, if it has values that are not finite; otherwise empty."""
     if all(bool(torch.isfinite(value).all()) for value in weights.values() if value.is_floating_point()):
         return ""

@@ -138,12 +138,12 @@ def stage_of(objective: Objective, epoch: int, epochs: int) -> int:
     return max(0, len(stages) - 1)
 
 
-def evaluate(chosen: Weighted, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+def evaluate(active_terms: Weighted, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The weighted total, and every term's unweighted value."""
-    values = {name: term.loss(batch) for name, (term, _) in chosen.items()}
-    return torch.stack([weight * values[name] for name, (_, weight) in chosen.items()]).sum(), values
+    values = {name: term.loss(batch) for name, (term, _) in active_terms.items()}
+    return torch.stack([weight * values[name] for name, (_, weight) in active_terms.items()]).sum(), values
 
 
-def floor(chosen: Weighted, batch: Batch) -> Tensor:
+def floor(active_terms: Weighted, batch: Batch) -> Tensor:
     """The irreducible part of the total."""
-    return batch.unit.new_zeros(()) + sum(weight * term.floor(batch) for term, weight in chosen.values())
+    return batch.unit.new_zeros(()) + sum(weight * term.floor(batch) for term, weight in active_terms.values())

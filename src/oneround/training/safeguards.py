@@ -27,9 +27,8 @@ def check_epoch(recipe: Federated, metrics: dict[str, Any], threshold: float) ->
     if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["gradient_norm"])):
         symptom, cause = "the loss or its gradient is not finite", _why_not_finite(recipe, metrics, threshold)
         return _trouble(metrics, "not-finite", symptom, cause)
-    if (
-        "align" in metrics and metrics["lambda_raw"] > limit and metrics["lambda_applied"] >= limit
-    ):  # a stage may not align
+    aligns = "align" in metrics  # a stage may not
+    if aligns and metrics["lambda_raw"] > limit and metrics["lambda_applied"] >= limit:
         symptom = f"is out of range (safeguards.largest_weight = {limit:g})"
         cause = f"{_why_it_grew(metrics)}; SGD on the prototypes is unstable above {threshold:.4g}"
         return _trouble(metrics, "weight", f"λ {symptom}", cause, f"the alignment's weight {symptom}")

@@ -20,15 +20,15 @@ from oneround.training.objective import Batch, Weighted
 TENSORS = ("features", "prototypes")
 
 
-def gradients(chosen: Weighted, batch: Batch, align: Callable[[Batch], Tensor] | None) -> dict[str, Any]:
+def gradients(active_terms: Weighted, batch: Batch, align: Callable[[Batch], Tensor] | None) -> dict[str, Any]:
     """Norm of every term's gradient (before its weight) and cosines between terms, at features z and prototypes P.
 
     `base` is the weighted sum of the terms. A cosine with a gradient that vanishes (a contrastive term does not touch P) is None.
     """
     points = (batch.unit.detach().requires_grad_(), batch.prototypes.detach().requires_grad_())
     detached = replace(batch, unit=points[0], prototypes=points[1])
-    losses = {name: term.loss(detached) for name, (term, _) in chosen.items()}
-    pairs = list(combinations(sorted(chosen), 2))
+    losses = {name: term.loss(detached) for name, (term, _) in active_terms.items()}
+    pairs = list(combinations(sorted(active_terms), 2))
     if align is not None:
         losses["alignment"] = align(detached)
         pairs.append(("base", "alignment"))
@@ -39,7 +39,7 @@ def gradients(chosen: Weighted, batch: Batch, align: Callable[[Batch], Tensor] |
     measured = []
     for at in range(len(TENSORS)):
         gradient = {name: both[at].flatten() for name, both in by_term.items()}
-        gradient["base"] = torch.stack([weight * gradient[name] for name, (_, weight) in chosen.items()]).sum(0)
+        gradient["base"] = torch.stack([weight * gradient[name] for name, (_, weight) in active_terms.items()]).sum(0)
         cosines = [F.cosine_similarity(gradient[one], gradient[other], dim=0) for one, other in pairs]
         measured.append(torch.stack([*(each.norm() for each in gradient.values()), *cosines]))
     traces: dict[str, Any] = {}
