@@ -70,7 +70,7 @@ def prepare(
 ) -> Broadcast:
     """Server: the message every site starts from. `server` holds the public images, for recipes that need some."""
     server = server or Site("server")
-    extras = _features(recipe, shape, server) if recipe.sums is not None else {}
+    extras = _feature_extras(recipe, shape, server) if recipe.sums is not None else {}
     if not recipe.trains:
         return Broadcast(recipe.federated, class_names, shape, {}, extras)
     seed = recipe.seeds.initialisation
@@ -90,7 +90,7 @@ def prepare(
     return replace(broadcast, extras=extras)
 
 
-def _features(recipe: Recipe, shape: Shape, server: Site) -> dict[str, Tensor]:
+def _feature_extras(recipe: Recipe, shape: Shape, server: Site) -> dict[str, Tensor]:
     """The broadcast's extras for fixed features: a checksum, or the constants that a site cannot build itself."""
     part = features.of(recipe.summed.features)
     constants = _constants(recipe, part, shape, server)

@@ -2,8 +2,8 @@
 
 from oneround.config.sections import Adapter, Pair
 from oneround.mergenet.adapter import ParameterAttention
+from oneround.mergenet.companion import CompanionNetwork, check_companion
 from oneround.mergenet.merger import Merger, check_pairs, chosen_pairs, not_finite
-from oneround.mergenet.single import CompanionNetwork, check_companion
 from oneround.mergenet.teacher import Teacher, layout_of, teacher_of
 
 __all__ = [

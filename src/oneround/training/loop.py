@@ -42,7 +42,7 @@ def silent(event: dict[str, Any]) -> None:
 
 
 class Companion(Protocol):
-    """A second network that trains beside a client's and may change its weights (mergenet/single.py)."""
+    """A second network that trains beside a client's and may change its weights (mergenet/companion.py)."""
 
     def after_step(
         self, net: PrototypeNet, pixels: Tensor, labels: Tensor, numbers: Tensor, rate: float, last: bool
@@ -142,11 +142,11 @@ class Learner:
         if undone:
             self.stepper.restart()
             self._restore(before)
-        if action == "clamp" and aligner and trouble.kind != "weight" and float(aligner.ceiling) > 0:
+        if action == "clamp" and trouble.kind == "weight":
+            text += "; λ is clamped to the limit from now on"
+        elif action == "clamp" and aligner and float(aligner.ceiling) > 0:
             aligner.ceiling.zero_()
             text += "; its alignment is switched off from now on"
-        elif action == "clamp" and trouble.kind == "weight":
-            text += "; λ is clamped to the limit from now on"
         elif action == "stop" or undone:
             completed = metrics["epoch"] - undone
             ending = "; stopped" + f", its weights after epoch {completed} are kept" * (completed > 0)

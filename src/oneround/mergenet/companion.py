@@ -1,4 +1,4 @@
-"""MergeNet on one machine: student and teacher train side by side, and are fused every few batches."""
+"""MergeNet on one machine: student and teacher, its companion, train side by side and are fused every few batches."""
 
 from __future__ import annotations
 
