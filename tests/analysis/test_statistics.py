@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from oneround.analysis.statistics import Summary, compared, holm, p_value, paired, pairs_needed, power
+from oneround.analysis.statistics import Summary, compare_paired, holm, p_value, paired, pairs_needed, power
 
 
 def sweep_of(random: np.random.RandomState, partitions: int, gains: list[float], noise: float) -> list[Summary]:
@@ -21,12 +21,14 @@ def sweep_of(random: np.random.RandomState, partitions: int, gains: list[float],
 @pytest.mark.slow
 def test_false_alarms_stay_at_the_nominal_rate() -> None:
     random = np.random.RandomState(1)
-    alone = [compared(sweep_of(random, 5, [0.0], 2.0))[0].real for _ in range(4000)]
+    alone = [compare_paired(sweep_of(random, 5, [0.0], 2.0))[0].significant for _ in range(4000)]
     assert abs(np.mean(alone) - 0.05) < 3 * math.sqrt(0.05 * 0.95 / 4000)
-    family = [any(each.real for each in compared(sweep_of(random, 5, [0.0] * 6, 2.0))) for _ in range(4000)]
+    family = [
+        any(each.significant for each in compare_paired(sweep_of(random, 5, [0.0] * 6, 2.0))) for _ in range(4000)
+    ]
     assert np.mean(family) < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 4000)
     careless = [
-        any((each.p or 1) < 0.05 for each in compared(sweep_of(random, 5, [0.0] * 6, 2.0))) for _ in range(1000)
+        any((each.p or 1) < 0.05 for each in compare_paired(sweep_of(random, 5, [0.0] * 6, 2.0))) for _ in range(1000)
     ]
     assert np.mean(careless) > 0.12, "without a correction there would be many"
 
@@ -34,7 +36,7 @@ def test_false_alarms_stay_at_the_nominal_rate() -> None:
 @pytest.mark.parametrize(("partitions", "noise"), [(5, 2.0), (10, 2.0), (5, 1.0)])
 def test_power_is_the_predicted_one(partitions: int, noise: float) -> None:
     random = np.random.RandomState(2)
-    seen = np.mean([compared(sweep_of(random, partitions, [3.0], noise))[0].real for _ in range(3000)])
+    seen = np.mean([compare_paired(sweep_of(random, partitions, [3.0], noise))[0].significant for _ in range(3000)])
     predicted = power(noise * math.sqrt(2), 3.0, partitions)
     assert abs(seen - predicted) < 3 * math.sqrt(predicted * (1 - predicted) / 3000) + 1e-9
 
@@ -74,13 +76,13 @@ def test_intervals_are_scipy_s() -> None:
 
 
 def test_verdicts_in_words() -> None:
-    clear, vague, single = compared(
+    clear, vague, single = compare_paired(
         [Summary((3.0, 3.2, 2.9, 3.1, 3.0)), Summary((2.0, -3.0, 1.5, 4.0, -2.0)), Summary((0.4,))]
     )
     assert clear.verdict().startswith("better by 3.0 points (p = ")
     needed = pairs_needed(float(np.std([2.0, -3.0, 1.5, 4.0, -2.0], ddof=1)), 1.0)
     assert (
-        compared([vague.difference])[0].verdict()
+        compare_paired([vague.difference])[0].verdict()
         == f"not distinguishable with 5 pairs; about {needed} would be needed to see 1 point"
     )
     assert "says nothing about others" in single.verdict()
@@ -91,7 +93,7 @@ def test_what_several_comparisons_cost_is_counted_in_pairs() -> None:
     vague = Summary((2.0, -3.0, 1.5, 4.0, -2.0))
     needed = pairs_needed(float(np.std(vague.values, ddof=1)), 1.0, 0.05 / 6)
     assert needed > pairs_needed(float(np.std(vague.values, ddof=1)), 1.0)
-    assert f"; about {needed} would be needed" in compared([vague] * 6)[0].verdict()
+    assert f"; about {needed} would be needed" in compare_paired([vague] * 6)[0].verdict()
     assert power(2.0, 3.0, 8, 0.05 / 6) == pytest.approx(
         stats.nct.sf(stats.t.isf(0.05 / 12, 7), 7, 3.0 / 2.0 * math.sqrt(8)), abs=1e-3
     )
@@ -104,14 +106,14 @@ def test_what_several_comparisons_cost_is_counted_in_pairs() -> None:
 
 
 def test_verdicts_promise_no_more_than_is_known() -> None:
-    (close,) = compared([Summary((0.1, -0.1, 0.05))])
+    (close,) = compare_paired([Summary((0.1, -0.1, 0.05))])
     assert close.verdict() == "not distinguishable with 3 pairs, enough to see 1 point"
     assert (
         close.verdict(0.0001)
         == "not distinguishable with 3 pairs; more than 10,000 would be needed to see 0.0001 points"
     )
-    (same,) = compared([Summary((2.0, 2.0 + 1e-13))])
-    assert not same.real and same.effect is None
+    (same,) = compare_paired([Summary((2.0, 2.0 + 1e-13))])
+    assert not same.significant and same.effect is None
     assert same.verdict() == "+2.0 on each of 2 partitions: too few to say how much it varies"
 
 

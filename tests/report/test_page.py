@@ -187,6 +187,6 @@ def test_damaged_lines_of_the_log_are_skipped(reported_run: Path, tmp_path: Path
     ):
         done = CliRunner().invoke(app, [*words, str(tmp_path / "run"), "--out", str(tmp_path / "out.md")])
         assert done.exit_code == 0, (words, done.exception)
-    assert diagnose(tmp_path / "run").looked == diagnose(reported_run).looked
+    assert diagnose(tmp_path / "run").applied == diagnose(reported_run).applied
     log.write_text("")
     assert CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--out", str(tmp_path / "out.md")]).exit_code == 0

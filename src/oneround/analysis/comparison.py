@@ -1,7 +1,7 @@
-"""Runs side by side: which method is better, and is the difference real?
+"""Comparison of runs: which method is better, and is the difference significant?
 
-Runs are grouped by setting (data, partition rule, model, epochs); within a group each method's repeats on one
-partition are averaged first, because they are not independent, and methods are compared partition by partition.
+Runs are grouped by setting (data, partition rule, model, epochs). Within a group, repeats of a method on one partition are averaged
+first, because they are not independent, and methods are compared partition by partition.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from statistics import fmean
 from typing import TypeVar
 
-from oneround.analysis.statistics import Comparison, Summary, compared, paired
+from oneround.analysis.statistics import Comparison, Summary, compare_paired, paired
 from oneround.config.load import load, presets
 from oneround.errors import RecipeError, did_you_mean
 from oneround.runs.record import RunRecord, keys_of, local_accuracy_summary
 
 SETTING = ("data.", "partition.", "model.", "public", "validation", "label_noise", "training.epochs")
-OF_NETWORK = ("model.", "training.epochs")  # without meaning where none is trained
+NETWORK = ("model.", "training.epochs")  # these do not matter where no network is trained
 IGNORED = ("seeds.", "fusion", "snapshots", "method", "trace.")
 
 
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a comparison: a method fused by a rule."""
+    """One row of a comparison: a method with a fusion rule."""
 
     method: str
     rule: str
@@ -44,10 +45,10 @@ class Entry:
         return f"{self.method} · {self.rule}"
 
     def curve(self) -> dict[int, float]:
-        """Mean accuracy in percent after so many local epochs."""
+        """Epoch → mean accuracy in percent over the runs."""
         curves = [run.curves.get(self.rule, {}) for run in self.runs]
         epochs = sorted(set.intersection(*(set(curve) for curve in curves)))
-        return {epoch: 100 * sum(curve[epoch] for curve in curves) / len(curves) for epoch in epochs}
+        return {epoch: 100 * fmean(curve[epoch] for curve in curves) for epoch in epochs}
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Group:
     repeats: int
     """Runs per method and partition, at most."""
     remarks: tuple[str, ...]
-    """Notes for a reader: bounds, remarks on partitions, devices and commits."""
+    """The centralised bound, remarks on partitions, devices and commits."""
 
     @property
     def title(self) -> str:
@@ -76,7 +77,7 @@ class Group:
         return {entry.method: entry.runs for entry in self.entries}
 
     def short(self, entry: Entry) -> str:
-        """An entry's name as short as it can be: what all have in common is left out."""
+        """The name of an entry without the method or rule that all entries share."""
         if len({each.rule for each in self.entries}) == 1:
             return entry.method
         return entry.rule if len({each.method for each in self.entries}) == 1 else entry.name
@@ -109,7 +110,7 @@ def compare(
 def _matches(
     option: str, name: str, entries: Mapping[str, Sequence[Entry]], is_meant: Callable[[Entry, str], bool]
 ) -> list[Entry]:
-    """The entries that the name given to an option means; refused where there is none."""
+    """The entries that the value of an option refers to; RecipeError where there is none."""
     matches = [entry for entry in chain.from_iterable(entries.values()) if is_meant(entry, name)]
     if not matches:
         methods = list(dict.fromkeys(entry.method for entry in chain.from_iterable(entries.values())))
@@ -119,20 +120,19 @@ def _matches(
 
 
 def _is_named(entry: Entry, name: str) -> bool:
-    """Whether a name means this entry: its method (or alias), its rule, or `method · rule`."""
+    """Whether a name refers to this entry: its method (or alias), its rule, or `method · rule`."""
     return _is_method(entry, name) or name in (entry.name, entry.rule)
 
 
 def _is_method(entry: Entry, name: str) -> bool:
-    """Whether a name means this entry's method: its preset or alias, alone or with what varies (`two-stage share=0.1`)."""
+    """Whether a name refers to this entry's method: its preset or alias, alone or with its varying keys (`two-stage share=0.1`)."""
     first, space, rest = name.partition(" ")
     aliases = {raw.get("about", {}).get("alias"): preset for preset, raw in presets().items()}
-    meant = aliases.get(first, first) + space + rest
-    return meant in (entry.method, entry.method.split(" ")[0])
+    return aliases.get(first, first) + space + rest in (entry.method, entry.method.split(" ")[0])
 
 
 def grouped(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
-    """Items by their key, in the order in which they come."""
+    """Items by their key, in their original order."""
     groups: dict[str, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -140,10 +140,10 @@ def grouped(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
 
 
 def _by_setting(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Runs on the same setting; one without a network is the same for every encoder and length and joins all it fits."""
+    """Runs by setting; a run without a network joins every group that differs from its setting in encoder or epochs only."""
     trained = [run for run in runs if run.trains]
-    shared = [key for key in _varying(runs, lambda key: key.startswith(SETTING)) if not key.startswith(OF_NETWORK)]
-    settings = shared + _varying(trained, lambda key: key.startswith(OF_NETWORK))
+    shared = [key for key in _varying(runs, lambda key: key.startswith(SETTING)) if not key.startswith(NETWORK)]
+    settings = shared + _varying(trained, lambda key: key.startswith(NETWORK))
     groups = grouped(trained, partial(_setting_label, keys=settings))
     fitting = {name: _setting_label(members[0], shared) for name, members in groups.items()}
     for run in runs:
@@ -176,7 +176,7 @@ def _group(setting: str, entries: Sequence[Entry], base: Entry, common: bool) ->
     base = next(entry for entry in restricted if entry.name == base.name)
     others = [entry for entry in restricted if entry is not base]
     differences = [paired(list(entry.accuracy.values()), list(base.accuracy.values())) for entry in others]
-    tested = {entry.name: each for entry, each in zip(others, compared(differences), strict=True)}
+    comparisons = {entry.name: each for entry, each in zip(others, compare_paired(differences), strict=True)}
     used = [run for entry in restricted for run in entry.runs]
     per_partition = max(
         sum(run.partition_digest == digest for run in entry.runs) for entry in restricted for digest in entry.accuracy
@@ -184,7 +184,7 @@ def _group(setting: str, entries: Sequence[Entry], base: Entry, common: bool) ->
     remarks = dict.fromkeys(f"partition {run.partition_seed}: {remark}" for run in used for remark in run.remarks)
     seeds = tuple(sorted({run.partition_seed for run in used}))
     notes = (*_bounds(used), *_confounders(used), *remarks, *_measured_on(used))
-    return Group(setting, tuple(restricted), base, tested, seeds, per_partition, notes)
+    return Group(setting, tuple(restricted), base, comparisons, seeds, per_partition, notes)
 
 
 def _bounds(runs: Sequence[RunRecord]) -> list[str]:
@@ -194,7 +194,7 @@ def _bounds(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _confounders(runs: Sequence[RunRecord]) -> list[str]:
-    """Recipe keys that were changed for one method and not for another, so that a difference may come from them."""
+    """Recipe keys that differ between methods because somebody changed them, so that a difference may come from them."""
     by_method = grouped(runs, lambda run: run.method)
     presets_keys = {name: keys_of(load(name).plain()) for name in by_method if name in presets()}
     shared = set.intersection(*(set(run.keys) for run in runs))
@@ -226,7 +226,7 @@ def _measured_on(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _entries(runs: Sequence[RunRecord], rule: str | None) -> list[Entry]:
-    """A line for each method (and what varies within it) and rule."""
+    """An entry for each method, combination of its varying keys, and rule."""
     entries = []
     for method, same in grouped(runs, lambda run: run.method).items():
         in_training = any(run.keys.get("rounds", 1) > 1 for run in same)
@@ -245,7 +245,7 @@ def _entries(runs: Sequence[RunRecord], rule: str | None) -> list[Entry]:
 def _of_method(key: str, rule_in_training: bool = False) -> bool:
     """Whether a key belongs to the method, and not to the setting or to the evaluation.
 
-    `rule_in_training`: with several rounds, training goes on from what the first rule made, so that rule belongs to the method.
+    `rule_in_training`: with several rounds, training continues from the first rule's model, so that rule belongs to the method.
     """
     return not key.startswith((*SETTING, *IGNORED)) or (rule_in_training and key.startswith("fusion.0."))
 
@@ -258,11 +258,11 @@ def _scores(run: RunRecord) -> dict[str, float]:
 def _by_partition(runs: Sequence[RunRecord], rule: str) -> dict[str, float]:
     """Percent by partition digest; repeats averaged."""
     by_digest = grouped(sorted(runs, key=lambda run: run.partition_seed), lambda run: run.partition_digest)
-    return {digest: sum(100 * _scores(run)[rule] for run in same) / len(same) for digest, same in by_digest.items()}
+    return {digest: fmean(100 * _scores(run)[rule] for run in same) for digest, same in by_digest.items()}
 
 
 def _varying(runs: Sequence[RunRecord], among: Callable[[str], bool]) -> list[str]:
-    """Keys of which not all runs have the same value; `among`: whether to look at a key."""
+    """Keys whose value is not the same in all runs; `among`: which keys to consider."""
     keys = sorted({key for run in runs for key in run.keys if among(key)})
     return [key for key in keys if len({str(run.keys.get(key)) for run in runs}) > 1]
 

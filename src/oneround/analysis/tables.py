@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from oneround.analysis.comparison import Entry, Group
@@ -29,7 +30,7 @@ def methods_sheet(group: Group, interest: float) -> Sheet:
             p = "" if tested.corrected is None else f"{tested.corrected:.2g}"
             cells += [f"{tested.difference:+.1f}", p, effect, tested.verdict(interest)]
         rows.append(cells)
-        data.append(_plain(entry, tested, interest))
+        data.append(_row_data(entry, tested, interest))
     repeats = f", up to {group.repeats} repeats each, averaged first" if group.repeats > 1 else ""
     notes = [f"test accuracy in %, {plural(len(group.seeds), 'partition')} (seeds {_listed(group.seeds)}){repeats}"]
     if group.comparisons:
@@ -47,13 +48,13 @@ def _listed(seeds: Iterable[int]) -> str:
 def rounds_sheet(group: Group, every: int = 1) -> Sheet:
     """Local epochs × methods, with the difference of each to the baseline."""
     curves = {entry.name: entry.curve() for entry in group.entries}
-    entries = [entry for entry in group.entries if curves[entry.name]]  # clients alone are scored at the end only
+    entries = [entry for entry in group.entries if curves[entry.name]]  # local models have no curve
     if group.baseline not in entries:
         raise RecipeError(f"--baseline {group.short(group.baseline)}: has no curve over epochs; choose a rule")
     trained = [entry for entry in entries if entry.runs[0].trains] or entries
-    epochs = _shown(set.intersection(*(set(curves[entry.name]) for entry in trained)), every)
+    epochs = _every(every, set.intersection(*(set(curves[entry.name]) for entry in trained)))
     for entry in entries:
-        if not entry.runs[0].trains:  # one pass, the same at any epoch of the others
+        if not entry.runs[0].trains:  # a single pass; its accuracy is shown at every epoch of the others
             curves[entry.name] = dict.fromkeys(epochs, curves[entry.name][max(curves[entry.name])])
     others = [entry for entry in entries if entry is not group.baseline]
     base = curves[group.baseline.name]
@@ -74,7 +75,7 @@ def lambda_sheets(group: Group, every: int = 1) -> list[Sheet]:
         raw, effective = run.trace("lambda_raw"), run.trace("lambda_effective")
         if not raw:
             continue
-        epochs = _shown({epoch for trace in raw.values() for epoch in trace}, every)
+        epochs = _every(every, {epoch for trace in raw.values() for epoch in trace})
         same = raw == effective
         shown = {} if same else effective
         rows = [
@@ -88,7 +89,7 @@ def lambda_sheets(group: Group, every: int = 1) -> list[Sheet]:
 
 
 def peaks_sheet(group: Group) -> Sheet:
-    """Runs: growth of λ, and fall of accuracy from its peak."""
+    """Runs: growth of λ, and loss of accuracy since the peak."""
     heads = ["method", "partition", "λ first → last", "most growth", "peak %", "final %", "drop"]
     rows = []
     for entry in group.entries:
@@ -113,19 +114,19 @@ def peaks_sheet(group: Group) -> Sheet:
 
 
 def goals_sheet(group: Group, goals: Sequence[float]) -> Sheet:
-    """Local epochs (rounds, where there are several) and seconds until every method reaches each accuracy in %."""
+    """Local epochs (or rounds, if there are several) and seconds until every method reaches each accuracy in %."""
     heads = ["method", "best", "final", *(f"to {goal:g} %" for goal in goals)]
     rows, data = [], []
     for entry in group.entries:
         runs = [run for run in entry.runs if run.curves.get(entry.rule)]
         if not runs:
-            continue  # clients alone are scored at the end only
+            continue  # local models have no curve
         curves = [{epoch: 100 * value for epoch, value in run.curves[entry.rule].items()} for run in runs]
-        best, final = _mean(max(curve.values()) for curve in curves), _mean(curve[max(curve)] for curve in curves)
+        best, final = fmean(max(curve.values()) for curve in curves), fmean(curve[max(curve)] for curve in curves)
         reached = {
-            str(goal): [_first(run, curve, goal) for run, curve in zip(runs, curves, strict=True)] for goal in goals
+            str(goal): [_time_to(goal, run, curve) for run, curve in zip(runs, curves, strict=True)] for goal in goals
         }
-        rows.append([group.short(entry), f"{best:.1f}", f"{final:.1f}", *map(_soon, reached.values())])
+        rows.append([group.short(entry), f"{best:.1f}", f"{final:.1f}", *map(_mean_time, reached.values())])
         data.append({"method": entry.method, "rule": entry.rule, "best": best, "final": final, "reached": reached})
     if not rows:
         raise RecipeError("none of these runs has a curve over epochs; --layout methods")
@@ -138,8 +139,8 @@ def goals_sheet(group: Group, goals: Sequence[float]) -> Sheet:
     return Sheet(f"{group.title}: epochs to an accuracy", heads, rows, notes, data)
 
 
-def _first(run: RunRecord, curve: Mapping[int, float], goal: float) -> tuple[float, float | None] | None:
-    """Rounds or epochs until a run reaches an accuracy, and seconds if they are known."""
+def _time_to(goal: float, run: RunRecord, curve: Mapping[int, float]) -> tuple[float, float | None] | None:
+    """Epochs (or rounds) and, if known, seconds until a run reaches an accuracy; None if it never does."""
     epoch = next((epoch for epoch in sorted(curve) if curve[epoch] >= goal), None)
     if epoch is None:
         return None
@@ -147,18 +148,15 @@ def _first(run: RunRecord, curve: Mapping[int, float], goal: float) -> tuple[flo
     return (epoch / run.keys["training.epochs"] if run.keys.get("rounds", 1) > 1 else epoch), seconds
 
 
-def _soon(reached: Sequence[tuple[float, float | None] | None]) -> str:
-    hits = [each for each in reached if each is not None]
-    if not hits:
+def _mean_time(times: Sequence[tuple[float, float | None] | None]) -> str:
+    """`12 (95 s), 2 of 3`: the mean over the runs that reach an accuracy, and how many do where not all do."""
+    reached = [each for each in times if each is not None]
+    if not reached:
         return "never"
-    seconds = [elapsed for _, elapsed in hits if elapsed is not None]
-    text = f"{_mean(at for at, _ in hits):.4g}" + (f" ({_mean(seconds):.0f} s)" if len(seconds) == len(hits) else "")
-    return text if len(hits) == len(reached) else f"{text}, {len(hits)} of {len(reached)}"
-
-
-def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return sum(numbers) / len(numbers)
+    seconds = [elapsed for _, elapsed in reached if elapsed is not None]
+    text = f"{fmean(at for at, _ in reached):.4g}"
+    text += f" ({fmean(seconds):.0f} s)" if len(seconds) == len(reached) else ""
+    return text if len(reached) == len(times) else f"{text}, {len(reached)} of {len(times)}"
 
 
 def gradients_sheet(group: Group) -> Sheet:
@@ -171,7 +169,7 @@ def gradients_sheet(group: Group) -> Sheet:
                 values = [value for by_epoch in by_client.values() for value in by_epoch.values()]
                 cosines.setdefault(f"{pair} at {tensor}", []).extend(values)
         for pair, values in sorted(cosines.items()):
-            below, mean = sum(value < 0 for value in values) / len(values), sum(values) / len(values)
+            below, mean = fmean(value < 0 for value in values), fmean(values)
             rows.append([method, pair, f"{mean:+.3f}", f"{below:.0%}", str(len(values))])
             data.append({"method": method, "pair": pair, "mean": mean, "below": below, "traced": len(values)})
     if not rows:
@@ -181,10 +179,10 @@ def gradients_sheet(group: Group) -> Sheet:
     return Sheet(f"{group.title}: angles between gradients", heads, rows, [note, *group.remarks], data)
 
 
-def _shown(epochs: Iterable[int], every: int) -> list[int]:
-    """The first epoch, those divisible by `every`, and the last."""
+def _every(interval: int, epochs: Iterable[int]) -> list[int]:
+    """The epochs divisible by `interval`, the first and the last."""
     ordered = sorted(epochs)
-    return [epoch for epoch in ordered if epoch % every == 0 or epoch in (ordered[0], ordered[-1])]
+    return [epoch for epoch in ordered if epoch % interval == 0 or epoch in (ordered[0], ordered[-1])]
 
 
 def _lambda(raw: float | None, effective: float | None) -> str:
@@ -194,7 +192,8 @@ def _lambda(raw: float | None, effective: float | None) -> str:
     return f"{raw:.4f}" if effective is None else f"{raw:.4g} → {effective:.4g}"
 
 
-def _plain(entry: Entry, tested: Comparison | None, interest: float) -> dict[str, Any]:
+def _row_data(entry: Entry, tested: Comparison | None, interest: float) -> dict[str, Any]:
+    """A row of the table as plain data."""
     row: dict[str, Any] = {"method": entry.method, "rule": entry.rule}
     row |= {"mean": entry.summary.mean, "margin": entry.summary.margin}
     row |= {"by_partition": dict(entry.accuracy), "runs": len(entry.runs)}

@@ -18,19 +18,19 @@ def difference_in_words(difference: Summary) -> str:
 
 def accuracy_table(accuracies: Mapping[str, Sequence[float]], title: str, baseline: str) -> Table:
     """Accuracies in percent over partitions, with their paired differences to the baseline where it is among them."""
-    base = accuracies.get(baseline)
-    table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
-    table.caption = (
-        f"minus {baseline}: difference on the same partition, mean ± 95 % interval; n.d.: not distinguishable "
-        f"with {len(next(iter(accuracies.values())))} partitions"
+    base, partitions = accuracies.get(baseline), len(next(iter(accuracies.values())))
+    caption = (
+        f"minus {baseline}: difference on the same partition, mean ± 95 % interval; "
+        f"n.d.: not distinguishable with {partitions} partitions"
     )
+    table = Table(title=title, caption=caption, title_justify="left", title_style="bold", caption_justify="left")
     table.add_column("rule", overflow="fold")
     for head in ("mean", "range", f"minus {baseline}"):
         table.add_column(head, justify="right", no_wrap=True)
     for name, values in accuracies.items():
         summary = Summary(tuple(values))
         difference = "" if base is None or name == baseline else difference_in_words(paired(values, base))
-        table.add_row(escape(name), f"{summary.mean:.1f}", f"{summary.low:.1f} – {summary.high:.1f}", difference)
+        table.add_row(escape(name), f"{summary.mean:.1f}", f"{min(values):.1f} – {max(values):.1f}", difference)
     return table
 
 

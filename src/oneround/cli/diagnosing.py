@@ -45,7 +45,7 @@ def diagnose(
             "NC1: scatter within classes over that between them, 0: a point per class; NC2: 0 when class means are a simplex"
         )
     if not diagnosis.findings:
-        print_line(f"looked for {', '.join(diagnosis.looked)}: found nothing")
+        print_line(f"looked for {', '.join(diagnosis.applied)}: found nothing")
     if diagnosis.skipped:
         print_line("nothing to look at for " + ", ".join(f"{rule} ({why})" for rule, why in diagnosis.skipped.items()))
     for remark in diagnosis.remarks:

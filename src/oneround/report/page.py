@@ -123,7 +123,7 @@ def _group(group: Group, interest: float, named: bool) -> Html:
     verdicts = [tag("li", tag("b", name), f" against {base}: {each.verdict(interest)}") for name, each in tested]
     drawn = [_means(group)]
     if tested:
-        bars = [_bar(name, each.difference, 0 if each.real else 5) for name, each in tested]
+        bars = [_bar(name, each.difference, 0 if each.significant else 5) for name, each in tested]
         drawn.append(bar_chart(f"Paired difference to {base} with 95 % interval", bars, "points of test accuracy"))
     columns = (2, len(sheet.heads) - 1)
     listed = table(sheet.heads, sheet.rows, "What is compared, partition by partition", text_columns=columns)

@@ -13,7 +13,7 @@ from oneround.files import write_durably
 from oneround.runs.integrity import is_number, valid_entry, valid_event
 
 Event = dict[str, Any]
-Entry = Mapping[str, Any]
+EpochMetrics = Mapping[str, Any]
 """Training metrics of a client in one epoch."""
 Curves = dict[str, dict[int, float]]
 """Rule or client → epoch → value."""
@@ -62,7 +62,7 @@ def _lines(events: Iterable[Event]) -> str:
 class Measurements:
     """The measurements of a run so far. Accuracies are shares from 0 to 1."""
 
-    epochs: dict[str, dict[int, Entry]] = field(default_factory=dict)
+    epochs: dict[str, dict[int, EpochMetrics]] = field(default_factory=dict)
     """Client → epoch → metrics of its training."""
     curves: Curves = field(default_factory=dict)
     """Rule → epoch → test accuracy of the fused model."""

@@ -16,7 +16,7 @@ from oneround.errors import OneroundError, RunError
 from oneround.protocol import blob
 from oneround.runs.folder import RunFolder, client_name
 from oneround.runs.integrity import EnvironmentContent, PartitionContent, is_number
-from oneround.runs.log import Curves, Entry, Measurements
+from oneround.runs.log import Curves, EpochMetrics, Measurements
 
 T = TypeVar("T")
 
@@ -214,7 +214,7 @@ class RunRecord:
         names = sorted(self.clients, key=lambda name: -sum(self.counts.get(name, ())))[:most]
         return [name for name in self.clients if name in names]
 
-    def series(self, client: str, *quantities: str) -> list[Entry]:
+    def series(self, client: str, *quantities: str) -> list[EpochMetrics]:
         """A client's metrics of the epochs in which all these quantities were measured."""
         entries = self.measurements.epochs.get(client, {}).values()
         return [entry for entry in entries if all(name in entry for name in quantities)]

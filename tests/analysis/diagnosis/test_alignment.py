@@ -59,7 +59,7 @@ def test_sigma_that_swings_is_reported(exploded: Ran) -> None:
 
 
 def test_a_learned_weight_that_stays_in_range_is_no_finding(steady: Ran) -> None:
-    assert not OVER_LAMBDA & steady.rules and set(steady.diagnosis.looked) >= OVER_LAMBDA
+    assert not OVER_LAMBDA & steady.rules and set(steady.diagnosis.applied) >= OVER_LAMBDA
 
 
 def test_explosion_is_growth_or_the_rails_and_not_a_small_weight() -> None:

@@ -21,7 +21,7 @@ from oneround.simulate import run as simulate
 
 def test_nothing_is_found_in_a_healthy_run(healthy: Ran) -> None:
     assert healthy.diagnosis.findings == () and healthy.reported == []
-    assert set(healthy.diagnosis.looked) == {rule.name for rule in RULES} - OVER_LAMBDA
+    assert set(healthy.diagnosis.applied) == {rule.name for rule in RULES} - OVER_LAMBDA
     assert set(healthy.diagnosis.skipped) == OVER_LAMBDA and all(healthy.diagnosis.skipped.values())
     assert diagnose(healthy.folder, deep=True).findings == ()
 
@@ -145,7 +145,7 @@ def test_only_a_folder_without_a_recipe_is_refused(tmp_path: Path) -> None:
 def test_what_is_damaged_is_left_out_and_named(tmp_path: Path, exploded: Ran) -> None:
     (tmp_path / "recipe.yaml").write_bytes((exploded.folder / "recipe.yaml").read_bytes())
     bare = diagnose(tmp_path)
-    assert bare.findings == () and bare.looked == () and bare.remarks == ()
+    assert bare.findings == () and bare.applied == () and bare.remarks == ()
     for name in ("partition.json", "result.json", "broadcast.safetensors", "uploads/client_000.safetensors"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"{torn")

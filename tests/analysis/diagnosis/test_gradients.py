@@ -18,7 +18,7 @@ def test_interference_names_the_pair_and_the_place(steady: Ran, healthy: Ran) ->
     found = [each for each in steady.of("gradient-interference") if each.about == "base · alignment at the prototypes"]
     assert wanted and {each.client: (each.epoch, each.value) for each in found} == wanted
     assert all("base · alignment at the prototypes" in each.evidence for each in found)
-    assert "gradient-interference" in healthy.diagnosis.looked
+    assert "gradient-interference" in healthy.diagnosis.applied
 
 
 def test_collapsed_features_are_reported(collapsed: Ran) -> None:

@@ -20,7 +20,7 @@ def test_classes_that_nobody_holds_and_pairs_that_plain_averaging_takes_in(colla
     orphan, pairs = sorted(collapsed.of("prototype-never-trained"), key=lambda each: each.about)
     assert orphan.severity == "problem" and orphan.value == 1 and orphan.evidence.endswith(": 9")
     assert pairs.severity == "note" and pairs.value == sum(count == 0 for row in counts for count in row[:9]) > 0
-    assert "prototype-never-trained" in healthy.diagnosis.looked
+    assert "prototype-never-trained" in healthy.diagnosis.applied
 
 
 def test_pairs_are_no_matter_to_a_rule_that_asks_who_knows_a_class() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diagnosis.doctored import PLAIN, history, recipe_of, record_of
 from oneround.analysis.diagnosis import RULES, Finding, findings
-from oneround.analysis.diagnosis.rules import acting, streak_of, sustained, unless, worst_first
+from oneround.analysis.diagnosis.rules import applied_lambda, requires, streak_of, sustained, worst_first
 
 
 def test_every_rule_has_a_test() -> None:
@@ -44,8 +44,12 @@ def test_how_long_something_must_last() -> None:
 
 
 def test_a_rule_says_what_it_lacks_until_one_client_has_all_of_it() -> None:
-    lacking = unless("nothing measured", "base", "align")
+    precondition = requires("base", "align", otherwise="nothing measured")
     assert (
-        lacking(history(PLAIN, base=1.0)) == "nothing measured" and lacking(history(PLAIN, base=1.0, align=1.0)) == ""
+        precondition(history(PLAIN, base=1.0)) == "nothing measured"
+        and precondition(history(PLAIN, base=1.0, align=1.0)) == ""
     )
-    assert acting({"lambda_effective": 2.0}) == 2.0 and acting({"lambda_effective": 2.0, "lambda_applied": 3.0}) == 3.0
+    assert (
+        applied_lambda({"lambda_effective": 2.0}) == 2.0
+        and applied_lambda({"lambda_effective": 2.0, "lambda_applied": 3.0}) == 3.0
+    )

@@ -1,7 +1,7 @@
-"""Diagnosis of a run: rules over what its clients measured; every finding with its evidence and advice.
+"""Diagnosis of a run by rules; every finding has evidence and advice.
 
-A rule is one function from the record of a run (or from one client of it) to findings, registered in `RULES` with what it
-needs. The same rules serve a folder on disk and a run that is still training.
+A rule is one function from the record of a run (or from one client of it) to findings, registered in `RULES` with its
+precondition. The same rules are applied to a folder on disk and to a run that is still training.
 """
 
 from oneround.analysis.diagnosis import alignment, clients, gradients, outcome

@@ -1,22 +1,22 @@
-"""Rules about clients that did not learn, or forgot what they had learned."""
+"""Rules about clients that did not learn or diverged."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from oneround.analysis.diagnosis.rules import Finding, acting, client_rule, unless
+from oneround.analysis.diagnosis.rules import Finding, applied_lambda, client_rule, requires
 from oneround.runs.record import RunRecord
 
-LEARNED = 0.05  # the fall of the loss below which nothing was learned
+LEARNED = 0.05  # a smaller relative fall of the loss means that nothing was learned
 LEARNED_ALREADY = 0.05  # a first loss below this share of log C (chance) was learned within the first epoch
 ENOUGH_EPOCHS = 10  # a slow start is no failure
 LEARNABLE = 0.05  # a class with a smaller share of a client's samples is not expected to be learned
 
 
-@client_rule("never-learned", unless("no epoch measured", "base"))
+@client_rule("never-learned", requires("base", otherwise="no epoch measured"))
 def never_learned(run: RunRecord, client: str) -> Iterator[Finding]:
-    """The loss hardly fell, or the client alone answers no better than its most frequent class."""
+    """The loss hardly fell, or the local model is no better than always predicting the most frequent class."""
     yield from _loss_stood_still(run, client)
     yield from _no_better_than_majority(run, client)
 
@@ -65,24 +65,24 @@ def _no_better_than_majority(run: RunRecord, client: str) -> Iterator[Finding]:
         yield Finding("warning", epoch, accuracies[epoch], share, evidence, advice, "accuracy")
 
 
-@client_rule("diverged", unless("no epoch measured", "epoch"))
+@client_rule("diverged", requires("epoch", otherwise="no epoch measured"))
 def diverged(run: RunRecord, client: str) -> Iterator[Finding]:
-    """The safeguards ended a client's training, dropped its alignment, or marked what no other rule reports."""
+    """The safeguards stopped a client, switched off its alignment, or marked an epoch for a reason that no other rule reports."""
     if client in run.stopped:
         epoch, why = run.stopped[client]
         advice = "fix the cause it names and run again; the uploads so far can be scored with oneround fuse"
         evidence = f"stopped after epoch {epoch} of {run.recipe.epochs}: {why}"
         yield Finding("problem", epoch, float(epoch), float(run.recipe.epochs), evidence, advice, "stopped")
     entries = run.series(client, "lambda_effective", "lambda_raw", "s")
-    dropped = next((entry for entry in entries if acting(entry) == 0 < min(entry["lambda_raw"], entry["s"])), None)
+    dropped = next(
+        (entry for entry in entries if applied_lambda(entry) == 0 < min(entry["lambda_raw"], entry["s"])), None
+    )
     if dropped is not None and run.recipe.safeguards.on_explosion == "clamp":
         evidence = f"λ is held at 0 although raw λ = {dropped['lambda_raw']:.4g} and s = {dropped['s']:.2g}: the safeguards dropped the alignment of a client that diverged or collapsed"
         advice = "run.log has the cause; lower λ or training.learning_rate"
         yield Finding("problem", dropped["epoch"], 0.0, 0.0, evidence, advice, "alignment dropped")
     for entry in run.series(client, "trouble"):
-        kinds = [
-            kind for kind in entry["trouble"] if kind not in ("weight", "collapse")
-        ]  # those have rules of their own
+        kinds = [kind for kind in entry["trouble"] if kind not in ("weight", "collapse")]  # they have their own rules
         if kinds:
             evidence = f"the safeguards marked it: {', '.join(kinds)}"
             yield Finding("problem", entry["epoch"], 1.0, 0.0, evidence, "run.log has the cause", ", ".join(kinds))

@@ -1,7 +1,7 @@
-"""Diagnoses a run by its record, once or while it trains, and by the features of its encoders.
+"""Diagnoses a run: its record, afterwards or during training, and the features of its encoders.
 
-`diagnose` reads a folder, of a run that is finished, stopped or under way. `LiveDiagnosis` listens to a run's events. With
-`deep`, features of every upload's encoder are computed on the test images of the classes its client holds.
+`diagnose` reads the folder of a run that is finished, stopped or under way. `LiveDiagnosis` is a callback for a run's events. With
+`deep`, features of every upload's encoder are computed on the test images of the classes that its client has.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Diagnosis:
 
     run: RunRecord
     findings: tuple[Finding, ...]
-    looked: tuple[str, ...]
-    """Rules that could judge the run."""
+    applied: tuple[str, ...]
+    """Rules that were applied."""
     skipped: Mapping[str, str]
-    """Rules that could not, and why."""
+    """Rules that do not apply to the run, and why."""
     remarks: tuple[str, ...]
     """Parts of the folder that could not be used."""
     geometry: Mapping[str, Geometry] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Diagnosis:
             "epochs": self.run.recipe.epochs,
             "clients": {client: len(self.run.measurements.epochs.get(client, ())) for client in self.run.trained},
             "findings": [finding.plain() for finding in self.findings],
-            "looked": list(self.looked),
+            "looked": list(self.applied),
             "aside": dict(self.skipped),
             "remarks": list(self.remarks),
             "geometry": {client: without_infinity(asdict(each)) for client, each in self.geometry.items()},
@@ -63,12 +63,12 @@ class Diagnosis:
 
 
 def diagnose(run: str | PathLike[str] | RunRecord, *, deep: bool = False, data: Dataset | None = None) -> Diagnosis:
-    """Diagnose a run folder, whatever is in it so far, or its record.
+    """Diagnose a run, finished or not.
 
     Args:
-        run: the folder, in which only a recipe must be, or what was read from it.
+        run: its folder, in which only a recipe must be, or its record.
         deep: also measure the geometry of every encoder's features on test images.
-        data: for `deep`, if it is not the data set of the recipe.
+        data: the data set for `deep`, if it is not that of the recipe.
     """
     record = run if isinstance(run, RunRecord) else RunRecord.read(Path(run))
     all_findings, geometries, remarks = findings(record), dict[str, Geometry](), list(record.unread)
@@ -78,21 +78,22 @@ def diagnose(run: str | PathLike[str] | RunRecord, *, deep: bool = False, data: 
         except OneroundError as error:
             remarks.append(f"the deep check is left out: {error}")
         all_findings = worst_first([*all_findings, *deep_findings(record, geometries)])
-    lacking = {rule.name: rule.lacking(record) for rule in RULES}
-    looked = tuple(name for name, reason in lacking.items() if not reason)
-    skipped = {name: reason for name, reason in lacking.items() if reason}
-    return Diagnosis(record, tuple(all_findings), looked, skipped, tuple(remarks), geometries)
+    reasons = {rule.name: rule.precondition(record) for rule in RULES}
+    applied = tuple(name for name, reason in reasons.items() if not reason)
+    skipped = {name: reason for name, reason in reasons.items() if reason}
+    return Diagnosis(record, tuple(all_findings), applied, skipped, tuple(remarks), geometries)
 
 
-# --- while it trains -------------------------------------------------------------------------------------------------
+# --- during training -------------------------------------------------------------------------------------------------
 
 
 class LiveDiagnosis:
-    """An `emit` for `simulate.run(…, folder, emit=…)` that diagnoses the run while it trains.
+    """An `emit` for `simulate.run(…, folder, emit=…)` that diagnoses the run during training.
 
-    Every event is passed on to `emit`; `on_finding` is called once for each new finding. An epoch costs a look at one client's
-    history, a snapshot one at the whole run; the folder is read when the run begins. What a resumed run had found before is not
-    reported again. May be called from several threads. If diagnosing itself fails, that is logged once and training goes on.
+    Every event is passed on to `emit`; `on_finding` is called once for each new finding. After an epoch the rules for clients are
+    applied to its client, after a snapshot the others to the run; the folder is read once, when the run begins. Findings that a
+    resumed run had before are not reported again. May be called from several threads. If diagnosing itself fails, that is logged
+    once and training goes on.
     """
 
     def __init__(
@@ -102,20 +103,20 @@ class LiveDiagnosis:
         self.lock = threading.Lock()
         self.record: RunRecord | None = None
         self.reported: set[Any] = set()
-        self.works = True
+        self.failed = False
 
     def __call__(self, event: Event) -> None:
         self.emit(event)
         with self.lock:
-            if not self.works:
+            if self.failed:
                 return
             try:
-                self._take(event)
+                self._diagnose(event)
             except Exception as error:  # whatever it is, it must not end a training of days
-                self.works = False
+                self.failed = True
                 log.warning("diagnosis while training ended: %r; afterwards: oneround diagnose %s", error, self.folder)
 
-    def _take(self, event: Event) -> None:
+    def _diagnose(self, event: Event) -> None:
         kind = event["event"]
         if kind == "plan":
             resumed = RunFolder(self.folder).recipe.is_file()
@@ -130,18 +131,18 @@ class LiveDiagnosis:
                 for later in [epoch for epoch in entries if epoch > event["epoch"]]:
                     del entries[later]  # trained again after a kill
             measured.add(event)
-            self._look(self.record, [event["client"]] if kind == "epoch" else [], whole=first or kind == "snapshot")
+            self._report(self.record, [event["client"]] if kind == "epoch" else [], whole=first or kind == "snapshot")
 
-    def _look(self, record: RunRecord, clients: Iterable[str], *, whole: bool) -> None:
+    def _report(self, record: RunRecord, clients: Iterable[str], *, whole: bool) -> None:
         """Report new findings at these clients and, if `whole`, in the run."""
-        applicable = (rule for rule in RULES if rule.of_clients or (whole and not rule.lacking(record)))
-        for finding in (finding for rule in applicable for finding in rule.look(record, clients)):
+        applicable = (rule for rule in RULES if rule.per_client or (whole and not rule.precondition(record)))
+        for finding in (finding for rule in applicable for finding in rule.apply(record, clients)):
             if finding.key not in self.reported:
                 self.reported.add(finding.key)
                 self.on_finding(finding)
 
 
-# --- deep ------------------------------------------------------------------------------------------------------------
+# --- geometry of the features ----------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Geometry of an encoder's features on test images, and collapse that only it shows."""
+"""Geometry of an encoder's features on test images, and the kinds of collapse that only it shows."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Geometry:
 
 
 def geometry_of(unit: Tensor, labels: Tensor) -> Geometry:
-    """unit (n, features) of length 1, labels (n,) of at least two classes"""
+    """The geometry of unit features (n, features) with labels (n,) of at least two classes."""
     present = torch.unique(labels)
     means = torch.stack([unit[labels == label].mean(0) for label in present])
     sizes = torch.stack([(labels == label).sum() for label in present])
     own = means[torch.searchsorted(present, labels)]
     within = (unit - own).square().sum() / len(unit)
     between = ((means - unit.mean(0)).square().sum(1) * sizes).sum() / len(unit)
-    return Geometry(len(present), effective_rank(unit), float(within / between), _apart_from_simplex(means))
+    return Geometry(len(present), effective_rank(unit), float(within / between), _distance_from_simplex(means))
 
 
 def effective_rank(features: Tensor) -> float:
@@ -48,7 +48,7 @@ def effective_rank(features: Tensor) -> float:
     return math.exp(float(-torch.xlogy(shares, shares).sum()))
 
 
-def _apart_from_simplex(means: Tensor) -> float:
+def _distance_from_simplex(means: Tensor) -> float:
     """Mean |cos + 1/(C−1)| over pairs of centred class means (C, d)."""
     centred = F.normalize(means - means.mean(0), dim=1)
     cosines = (centred @ centred.T)[~torch.eye(len(means), dtype=torch.bool)]
@@ -56,7 +56,7 @@ def _apart_from_simplex(means: Tensor) -> float:
 
 
 def deep_findings(run: RunRecord, geometries: Mapping[str, Geometry]) -> Iterator[Finding]:
-    """Collapse of features that no metric of the log shows."""
+    """Collapse of features that no training metric shows."""
     advice = "lower training.learning_rate or λ; keep a term that pushes apart (supervised-contrastive)"
     for client, geometry in geometries.items():
         epoch = max(run.measurements.epochs.get(client, ()), default=None)

@@ -8,32 +8,32 @@ from oneround.analysis.diagnosis.rules import (
     SUSTAINED,
     Finding,
     Severity,
-    acting,
+    applied_lambda,
     client_rule,
+    requires,
     streak_of,
     sustained,
-    unless,
 )
-from oneround.runs.log import Entry
+from oneround.runs.log import EpochMetrics
 from oneround.runs.record import RunRecord
 from oneround.training.objective import active, stage_of
 
-OPPOSED = -0.1  # cosine: nearer to 0 is the angle of two random directions
-FEEBLE = 0.05  # a gradient under 5 % of the other's length cannot undo its work
-COLLAPSED = 0.01  # spread of unit features; two evenly mixed classes at a right angle have 0.5
+OPPOSED = -0.1  # cosine: two random directions are nearer to 0
+NEGLIGIBLE = 0.05  # a gradient under 5 % of the other's length cannot undo its work
+COLLAPSED = 0.01  # spread of unit features; two classes of equal size at a right angle have 0.5
 MIXED = 0.1  # 1 − Σ share²: below it nearly all samples are of one class and the features may well be one point
 
 
-@client_rule("gradient-interference", unless("no gradients traced (trace.every)", "gradients"))
+@client_rule("gradient-interference", requires("gradients", otherwise="no gradients traced (trace.every)"))
 def gradient_interference(run: RunRecord, client: str) -> Iterator[Finding]:
-    """The gradients of two terms have opposite directions for several traced epochs."""
+    """The gradients of two terms oppose each other in several traced epochs in a row."""
     entries = run.series(client, "gradients")
     measured = [item for entry in entries for item in entry["gradients"].items()]
     for tensor, pair in sorted({(tensor, pair) for tensor, gradients in measured for pair in gradients["cosine"]}):
 
-        def opposed(entry: Entry, tensor: str = tensor, pair: str = pair) -> bool:
+        def opposed(entry: EpochMetrics, tensor: str = tensor, pair: str = pair) -> bool:
             cosine = _cosine(entry, tensor, pair)
-            return cosine is not None and cosine < OPPOSED and _strength(run, entry, tensor, pair) >= FEEBLE
+            return cosine is not None and cosine < OPPOSED and _strength(run, entry, tensor, pair) >= NEGLIGIBLE
 
         streak = streak_of(entries, opposed, SUSTAINED)
         if streak:
@@ -51,35 +51,35 @@ def gradient_interference(run: RunRecord, client: str) -> Iterator[Finding]:
             yield Finding(severity, last["epoch"], cosines[-1], OPPOSED, evidence, advice, about)
 
 
-def _cosine(entry: Entry, tensor: str, pair: str) -> float | None:
+def _cosine(entry: EpochMetrics, tensor: str, pair: str) -> float | None:
     value: float | None = entry["gradients"].get(tensor, {}).get("cosine", {}).get(pair)
     return value
 
 
-def _strength(run: RunRecord, entry: Entry, tensor: str, pair: str) -> float:
-    """The shorter of two gradients, with their weights in the loss, over the longer."""
+def _strength(run: RunRecord, entry: EpochMetrics, tensor: str, pair: str) -> float:
+    """Length of the shorter of two gradients over the longer, both multiplied by their weights in the loss."""
     weights = _weights(run, entry)
     norms = entry["gradients"][tensor]["norm"]
     one, other = (weights.get(name, 1.0) * norms.get(name, 0.0) for name in pair.split(" · "))
     return min(one, other) / max(one, other) if max(one, other) > 0 else 0.0
 
 
-def _weights(run: RunRecord, entry: Entry) -> dict[str, float]:
-    """What every term's gradient is multiplied with in an epoch; `base` holds the terms' weights already."""
+def _weights(run: RunRecord, entry: EpochMetrics) -> dict[str, float]:
+    """The factor of every term's gradient in an epoch; `base` contains the terms' weights already."""
     stages = run.recipe.objective.stages
     stage = stages[stage_of(run.recipe.objective, entry["epoch"] - 1, run.recipe.epochs)] if stages else None
     terms = {name: weight for name, (_, weight) in active(run.recipe.objective, stage).items()}
-    return {**terms, "base": 1.0, "alignment": acting(entry) if "lambda_effective" in entry else 1.0}
+    return {**terms, "base": 1.0, "alignment": applied_lambda(entry) if "lambda_effective" in entry else 1.0}
 
 
-@client_rule("feature-collapse", unless("no spread measured", "spread"))
+@client_rule("feature-collapse", requires("spread", otherwise="no spread measured"))
 def feature_collapse(run: RunRecord, client: str) -> Iterator[Finding]:
-    """Features of several classes are nearly one point."""
+    """The features of several classes are nearly one point."""
     entries, mix = run.series(client, "spread"), _mix(run.counts.get(client, ()))
     if mix is not None and mix < MIXED:
         return
 
-    def collapsed(entry: Entry) -> bool:
+    def collapsed(entry: EpochMetrics) -> bool:
         return entry.get("classes_seen", 2) > 1 and bool(entry["spread"] < COLLAPSED)
 
     streak = streak_of(entries, collapsed, sustained(run))

@@ -1,4 +1,4 @@
-"""Rules about the partition, and the fused model against its own past and the clients alone."""
+"""Rules about the partition, and about the fused model compared with earlier snapshots and with local models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oneround.runs.log import best_epoch
 from oneround.runs.record import RunRecord
 
 PAST_PEAK = 3.0  # points: more than a snapshot's accuracy jitters from epoch to epoch
-PLAIN_MEANS = ("iffi", "informative-iffi", "average")  # rules that average every client's prototype of a class alike
+PLAIN_MEANS = ("iffi", "informative-iffi", "average")  # rules that average the prototypes of a class over all clients
 
 
 def _no_counts(run: RunRecord) -> str:
@@ -42,7 +42,7 @@ def prototype_never_trained(run: RunRecord) -> Iterator[Finding]:
 
 @run_rule("shared-data", lambda run: "" if run.partition else "no partition.json")
 def shared_data(run: RunRecord) -> Iterator[Finding]:
-    """Samples that more than one client holds."""
+    """Samples that several clients hold."""
     shared = run.partition["shared_samples"]
     if shared:
         evidence = f"{shared:,} training images are held by more than one client"
@@ -77,8 +77,8 @@ def past_its_peak(run: RunRecord) -> Iterator[Finding]:
     yield Finding("warning", last, lost, PAST_PEAK, evidence, advice)
 
 
-def _chance(accuracy: float, tested: int) -> float:
-    """How much two accuracies on so many test images may differ by chance: two standard errors of their difference."""
+def _noise(accuracy: float, tested: int) -> float:
+    """Two standard errors of the difference of two accuracies on so many test images: by that much they may differ by chance."""
     return 2 * math.sqrt(2 * accuracy * (1 - accuracy) / tested) if tested else 0.0
 
 
@@ -95,7 +95,7 @@ def fusion_worse_than_best_client(run: RunRecord) -> Iterator[Finding]:
     fused = {name: curve[end] for name, curve in run.curves.items() if end in curve}
     local = {client: by[end] for client, by in run.measurements.local_accuracy.items() if end in by}
     best, better = max(local, key=lambda client: local[client]), max(fused, key=lambda name: fused[name])
-    if fused[run.main_rule] < local[best] - _chance(local[best], sum(run.test_counts)):
+    if fused[run.main_rule] < local[best] - _noise(local[best], sum(run.test_counts)):
         evidence = f"{run.main_rule} has {100 * fused[run.main_rule]:.1f} %, {best} alone {100 * local[best]:.1f} %"
         advice = "try other rules on the same uploads: oneround fuse RUN --rule all"
         if fused[better] > local[best]:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from oneround.formatting import without_infinity
-from oneround.runs.log import Entry
+from oneround.runs.log import EpochMetrics
 from oneround.runs.record import RunRecord
 
 Severity = Literal["problem", "warning", "note"]
@@ -21,7 +21,7 @@ SUSTAINED_SHARE = 0.1  # of all epochs, where that is longer: three of five hund
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing a rule found. The rule leaves out its own name and the client's, which `Rule.look` fills in."""
+    """One thing a rule found. The rule leaves out its own name and the client's, which `Rule.apply` fills in."""
 
     rule: str = field(default="", kw_only=True)
     severity: Severity
@@ -29,11 +29,11 @@ class Finding:
     epoch: int | None
     value: float
     threshold: float
-    """What the value crossed."""
+    """The limit that the value crossed."""
     evidence: str
     advice: str
     about: str = ""
-    """Which of several, where a rule can find more than one thing at a client."""
+    """What it is about, where a rule can find several things at one client."""
 
     @property
     def key(self) -> tuple[str, str | None, str, str]:
@@ -56,8 +56,9 @@ class Finding:
         return fields
 
 
-Lacking = Callable[[RunRecord], str]
-Judge = TypeVar("Judge", bound=Callable[..., Iterable[Finding]])
+Precondition = Callable[[RunRecord], str]
+"""Why a rule does not apply to a run; empty when it does."""
+Check = TypeVar("Check", bound=Callable[..., Iterable[Finding]])
 
 
 @dataclass(frozen=True)
@@ -65,74 +66,72 @@ class Rule:
     """A rule in the registry."""
 
     name: str
-    lacking: Lacking
-    """Why it cannot judge a run; empty when it can."""
-    judge: Callable[..., Iterable[Finding]]
-    """Findings in a run or, if it judges clients, at one client of a run."""
-    of_clients: bool
+    precondition: Precondition
+    check: Callable[..., Iterable[Finding]]
+    """Findings in a run or, with `per_client`, at one client of a run."""
+    per_client: bool
 
-    def look(self, run: RunRecord, clients: Iterable[str]) -> Iterator[Finding]:
-        """Findings at these clients, or in the run where the rule judges it as a whole."""
-        if self.of_clients:
-            yield from (
-                replace(each, rule=self.name, client=client) for client in clients for each in self.judge(run, client)
-            )
-        else:
-            yield from (replace(each, rule=self.name) for each in self.judge(run))
+    def apply(self, run: RunRecord, clients: Iterable[str]) -> Iterator[Finding]:
+        """Findings at these clients, or in the run where the rule checks it as a whole."""
+        for client in clients if self.per_client else [None]:
+            for finding in self.check(run, client) if self.per_client else self.check(run):
+                yield replace(finding, rule=self.name, client=client)
 
 
 RULES: list[Rule] = []
 
 
-def client_rule(name: str, lacking: Lacking) -> Callable[[Judge], Judge]:
-    """Register a rule that judges one client at a time, a function of the run and the client."""
-    return partial(_register, name, lacking, True)
+def client_rule(name: str, precondition: Precondition) -> Callable[[Check], Check]:
+    """Register a rule that checks one client at a time, a function of the run and the client."""
+    return partial(_register, name, precondition, True)
 
 
-def run_rule(name: str, lacking: Lacking) -> Callable[[Judge], Judge]:
-    """Register a rule that judges the run as a whole."""
-    return partial(_register, name, lacking, False)
+def run_rule(name: str, precondition: Precondition) -> Callable[[Check], Check]:
+    """Register a rule that checks the run as a whole."""
+    return partial(_register, name, precondition, False)
 
 
-def _register(name: str, lacking: Lacking, of_clients: bool, judge: Judge) -> Judge:
-    RULES.append(Rule(name, lacking, judge, of_clients))
-    return judge
+def _register(name: str, precondition: Precondition, per_client: bool, check: Check) -> Check:
+    RULES.append(Rule(name, precondition, check, per_client))
+    return check
 
 
 def findings(run: RunRecord) -> list[Finding]:
     """Findings of all rules, the worst first."""
-    return worst_first(each for rule in RULES if not rule.lacking(run) for each in rule.look(run, run.trained))
+    return worst_first(each for rule in RULES if not rule.precondition(run) for each in rule.apply(run, run.trained))
 
 
 def worst_first(all_findings: Iterable[Finding]) -> list[Finding]:
     return sorted(all_findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-# --- what rules share ------------------------------------------------------------------------------------------------
+# --- helpers of the rules --------------------------------------------------------------------------------------------
 
 
-def acting(entry: Entry) -> float:
-    """The λ that acted on the network in the last step of an epoch; older logs have only the λ of the next epoch."""
+def applied_lambda(entry: EpochMetrics) -> float:
+    """The λ of an epoch's last step; older logs have only the λ of the next epoch."""
     value: float = entry.get("lambda_applied", entry["lambda_effective"])
     return value
 
 
-def unless(reason: str, *quantities: str) -> Lacking:
-    """Some client measured all of these, or `reason` why there is nothing to judge."""
-    return lambda run: "" if any(run.series(client, *quantities) for client in run.measurements.epochs) else reason
+def requires(*quantities: str, otherwise: str) -> Precondition:
+    """Some client must have measured all these quantities in an epoch; `otherwise`: the reason why the rule does not apply."""
+    return lambda run: "" if any(run.series(client, *quantities) for client in run.measurements.epochs) else otherwise
 
 
 def sustained(run: RunRecord, *, long: bool = False) -> int:
-    """How many epochs in a row something must last; `long`: at least a share of the whole training."""
+    """How many epochs in a row a condition must hold; `long`: at least a share of the whole training."""
     share = math.ceil(SUSTAINED_SHARE * run.recipe.epochs) if long else 0
     return min(max(SUSTAINED, share), run.recipe.epochs)
 
 
-def streak_of(entries: Sequence[Entry], wrong: Callable[[Entry], bool], length: int) -> Sequence[Entry]:
-    """The first `length` entries in a row that are wrong; empty where there are none."""
+def streak_of(
+    entries: Sequence[EpochMetrics], holds: Callable[[EpochMetrics], bool], length: int
+) -> Sequence[EpochMetrics]:
+    """The first `length` epochs in a row for which `holds`; empty where there are none."""
     begun = 0
     for number, entry in enumerate(entries):
-        if not wrong(entry):
+        if not holds(entry):
             begun = number + 1
         elif number + 1 - begun == length:
             return entries[begun : number + 1]
