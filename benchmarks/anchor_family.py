@@ -11,7 +11,6 @@ the record --out already holds is kept. `oneround compare` reads the record.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import time
@@ -19,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common import parser_of
 from oneround.config.load import load, parse_override
 from oneround.config.recipe import Recipe
 from oneround.runs.archive import find_runs, keep
@@ -88,7 +88,7 @@ def work(cells: Any, runs: Path, overrides: list[tuple[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--data-dir")
     parser.add_argument("--alpha", type=float, default=0.05)

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from common import markdown_head, markdown_row, parser_of, write_json
 from oneround import acts
 from oneround.config.load import change, load
 from oneround.config.recipe import Recipe
@@ -41,7 +42,7 @@ Figures = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--preset", default="fafi")
     parser.add_argument("--data", default="digits")
     parser.add_argument("--data-dir")
@@ -66,7 +67,7 @@ def main() -> None:
     text = table(figures)
     print(text)
     if options.out:
-        beside(options.out, ".json").write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(beside(options.out, ".json"), figures)
         beside(options.out, ".md").write_text(text + "\n")
 
 
@@ -176,12 +177,11 @@ def table(figures: Figures) -> str:
         f"{settings['epochs']} epochs, {settings['partitions']} partitions; the tensors of an upload's network are "
         + ", ".join(f"{size:,} bytes in {name}" for name, size in figures["bytes"].items()),
         "",
-        "| encoding | bytes / fp32 | " + " | ".join(rules) + " |",
-        "|---" * (2 + len(rules)) + "|",
+        *markdown_head(["encoding", "bytes / fp32", *rules]),
     ]
     for encoding, by_rule in cost.items():
         cells = [f"{statistics.mean(values):+.2f} (worst {min(values):+.2f})" for values in by_rule.values()]
-        lines.append(f"| {encoding} | {figures['share_of_fp32'][encoding]:.3f} | " + " | ".join(cells) + " |")
+        lines.append(markdown_row([encoding, f"{figures['share_of_fp32'][encoding]:.3f}", *cells]))
     environment = figures["environment"]
     return "\n".join([*lines, "", f"- {measured_on(environment, [environment['commit']])}"])
 

@@ -13,13 +13,14 @@ are inside the time and outside the count.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
+
+from common import parser_of, write_json
 
 
 def seconds_since_process_start() -> float:
@@ -51,7 +52,7 @@ def forward_flops(encoder, shape, torch) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--data-dir")
     parser.add_argument("--model", default="resnet18")
@@ -113,8 +114,7 @@ def main() -> None:
         figures["peak_device_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     print(json.dumps({key: value for key, value in figures.items() if key != "epochs"}, indent=1))
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(options.out, figures)
 
 
 if __name__ == "__main__":

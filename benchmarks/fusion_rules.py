@@ -9,11 +9,11 @@ Writes a record of the runs, which `oneround compare` reads. Resumes what is in 
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from rich.console import Console
 
+from common import parser_of
 from oneround.cli.progress import Live
 from oneround.config.load import load, parse_override
 from oneround.runs.archive import find_runs, keep
@@ -21,7 +21,7 @@ from oneround.studies.study import study
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("recipe", nargs="?", default="demo")
     parser.add_argument("--data")
     parser.add_argument("--data-dir")

@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+
+from common import in_own_process, parser_of, write_json
 
 SAMPLES = 4
 
@@ -48,7 +48,7 @@ def one_run(clients: int, folder: Path, device: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--clients", nargs=2, type=int, default=[20, 200], metavar=("FEW", "MANY"))
     parser.add_argument("--out", type=Path)
@@ -61,9 +61,7 @@ def main() -> None:
     peaks = {}
     for clients in options.clients:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, __file__, "--device", options.device, "--one", str(clients), f"{folder}/run"]
-            finished = subprocess.run(command, check=True, capture_output=True, text=True)
-            peaks[clients] = json.loads(finished.stdout.splitlines()[-1])
+            peaks[clients] = in_own_process("--device", options.device, "--one", str(clients), f"{folder}/run")
     network, added = peaks[few_clients]["network_bytes"], many_clients - few_clients
     figures: dict[str, object] = {
         "environment": peaks[few_clients].pop("environment"),
@@ -84,8 +82,7 @@ def main() -> None:
         print(f"{memory}: {few / 1e6:.0f} MB with {few_clients} clients, {many / 1e6:.0f} MB with {many_clients}: "
               f"{growth:.4f} networks of {network / 1e6:.0f} MB per client added (limit 0.1)")  # fmt: skip
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(options.out, figures)
 
 
 if __name__ == "__main__":

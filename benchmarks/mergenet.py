@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from common import markdown_head, markdown_row
 from oneround.analysis.statistics import paired
 from oneround.analysis.terminal import difference_in_words
 from oneround.config.load import load, parse_override
@@ -156,25 +157,15 @@ def page(record: Record) -> list[str]:
 def _table(cells: list[Record], rounds: int) -> list[str]:
     base = {cell["seed"]: cell for cell in cells if cell["method"] == "fedavg"}
     reached = [f"rounds (s) to {100 * threshold:.0f} %" for threshold in THRESHOLDS]
-    heads = [
-        "method",
-        "top-1",
-        "minus fedavg",
-        "best",
-        "top-5",
-        "loss",
-        *reached,
-        "spread of clients",
-        "MB per round",
-        "seconds",
-    ]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    heads = ["method", "top-1", "minus fedavg", "best", "top-5", "loss"]
+    heads += [*reached, "spread of clients", "MB per round", "seconds"]
+    lines = markdown_head(heads)
     for method in (method for method in METHODS if any(cell["method"] == method for cell in cells)):
         mine = [_fair(cell) for cell in cells if cell["method"] == method]
         last = [cell["rounds"][-1] for cell in mine]
         both = [(cell, base[cell["seed"]]) for cell in mine if cell["seed"] in base and method != "fedavg"]
         against = _difference(both)
-        lines.append("| " + " | ".join([
+        lines.append(markdown_row([
             method, in_words([100 * cell["accuracy"] for cell in mine]), against,
             in_words([100 * max(each["accuracy"] for each in cell["rounds"]) for cell in mine]),
             *(("–", "–") if method == "alone" else (f"{statistics.mean(100 * each['top5'] for each in last):.1f}", f"{statistics.mean(each['loss'] for each in last):.3f}")),
@@ -182,7 +173,7 @@ def _table(cells: list[Record], rounds: int) -> list[str]:
             f"{100 * statistics.mean(list(cell['clients_spread'].values())[-1] for cell in mine):.1f}",
             f"{statistics.mean(cell['bytes_up'] + cell['bytes_down'] for cell in mine) / 1e6 / rounds:.0f}" if method not in ("pooled", "single", "alone") else "–",
             f"{statistics.mean(cell['seconds'] for cell in mine):.0f}",
-        ]) + " |")  # fmt: skip
+        ]))  # fmt: skip
     return lines
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common import markdown_head, markdown_row
 from oneround import acts
 from oneround.analysis.statistics import Summary, paired
 from oneround.analysis.terminal import difference_in_words
@@ -319,8 +320,8 @@ def _angles(pairs: Pairs) -> str:
 
 def _table(pairs: Pairs, kind: str, mode: str) -> list[str]:
     noted = kind == "dirichlet-overlap"
-    head = ["α", "local epochs", "V4", "V5", "V5 − V4", *(["note: V4", "note: V5", "note: V5 − V4"] if noted else [])]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    heads = ["α", "local epochs", "V4", "V5", "V5 − V4", *(["note: V4", "note: V5", "note: V5 − V4"] if noted else [])]
+    lines = markdown_head(heads)
     for alpha in pairs.alphas(kind):
         for epoch in pairs.epochs:
             difference = pairs.difference(kind, alpha, epoch, mode)
@@ -331,7 +332,7 @@ def _table(pairs: Pairs, kind: str, mode: str) -> list[str]:
             row.append(_signed(difference))
             if noted:
                 row += _noted(alpha, epoch)
-            lines.append("| " + " | ".join(row) + " |")
+            lines.append(markdown_row(row))
     return lines
 
 
@@ -355,11 +356,11 @@ def _signed(difference: Summary) -> str:
 def _modes(pairs: Pairs, kinds: Sequence[str]) -> list[str]:
     """Transductive minus evaluation on the same uploads, and what leaving test images unnormalised adds."""
     last = pairs.epochs[-1]
-    head = [
+    heads = [
         "partitions", "α", *(f"{method}: transductive − evaluation" for method in METHODS),
         *(f"{method}: unnormalised − normalised test images, transductive" for method in METHODS),
     ]  # fmt: skip
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines = markdown_head(heads)
     for kind in kinds:
         for alpha in pairs.alphas(kind):
             if not pairs.partitions(kind, alpha, last):
@@ -367,7 +368,7 @@ def _modes(pairs: Pairs, kinds: Sequence[str]) -> list[str]:
             row = [KINDS[kind], f"{alpha:g}"]
             for of, minus in (("transductive", "evaluation"), (UNNORMALISED, "transductive")):
                 row += [_signed(pairs.change_of_mode(kind, alpha, last, method, of, minus)) for method in METHODS]
-            lines.append("| " + " | ".join(row) + " |")
+            lines.append(markdown_row(row))
     return lines
 
 
@@ -377,8 +378,7 @@ def _gradients(pairs: Pairs, kinds: Sequence[str]) -> list[str]:
         "Cosine of the gradients of cross-entropy and of the contrastive term (V4: SupCon, V5: SupCon with the bank) at the features of an",
         "epoch's last batch: mean (lowest to highest) over clients and partitions. Negative: they pull against each other; 0: orthogonal.",
         "",
-        "| partitions | α | local epochs | V4 | V5 |",
-        "|---|---|---|---|---|",
+        *markdown_head(["partitions", "α", "local epochs", *METHODS]),
     ]
     for kind in kinds:
         for alpha in pairs.alphas(kind):
@@ -395,7 +395,7 @@ def _gradients(pairs: Pairs, kinds: Sequence[str]) -> list[str]:
                         f"{statistics.mean(each):+.2f} ({min(each):+.2f} to {max(each):+.2f})"
                         for each in values.values()
                     ]
-                    lines.append("| " + " | ".join([KINDS[kind], f"{alpha:g}", str(epoch), *row]) + " |")
+                    lines.append(markdown_row([KINDS[kind], f"{alpha:g}", str(epoch), *row]))
     return lines
 
 

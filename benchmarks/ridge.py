@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common import in_own_process, markdown_head, markdown_row, parser_of, write_json
+
 WIDE = 6688  # features whose sums in fp32 are just below 90 MB
 DESIGNS: dict[str, dict[str, Any]] = {
     "D 1200": {"features.size": 1200},
@@ -150,8 +152,7 @@ def render(record: dict[str, Any]) -> str:
         f"# Ridge on {record['data']}: what buys accuracy\n",
         f"Five clients, α = 0.05, partition 1{record['note']}; a tenth of the training images held back to choose a design by (validation),",
         "then added. Accuracy in %; up: megabytes per client; images/s: one pass of all clients, one after another.\n",
-        "| design | D | up, MB | validation | test | images/s | host peak, GB | device peak, GB |",
-        "|---|---|---|---|---|---|---|---|",
+        *markdown_head(["design", "D", "up, MB", "validation", "test", "images/s", "host peak, GB", "device peak, GB"]),
     ]
     for name, cell in record["designs"].items():
         peak = [cell["host_peak_bytes"], cell["device_peak_bytes"]]
@@ -160,7 +161,7 @@ def render(record: dict[str, Any]) -> str:
             row = [name if first else f"… {how}", f"{cell['size']:,}", f"{scores['bytes'] / 1e6:.1f}"]
             row += [f"{100 * scores[part]:.2f}" for part in ("validation", "test")]
             row += [f"{cell['images_per_second']:,.0f}", *(f"{each / 1e9:.1f}" if each else "–" for each in peak)]
-            lines.append("| " + " | ".join(row if first else [*row[:5], "", "", ""]) + " |")
+            lines.append(markdown_row(row if first else [*row[:5], "", "", ""]))
     fitting = {
         (name, how): scores
         for name, cell in record["designs"].items()
@@ -181,7 +182,7 @@ def render(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--data-dir")
     parser.add_argument("--device", default="auto")
@@ -214,25 +215,20 @@ def main() -> None:
         "data": options.data, "note": f", {options.samples:,} images of a client at most" if options.samples else "",
         "designs": earlier["designs"], "environment": machine, "arguments": " ".join(command_line),
     }  # fmt: skip
-    record_file.parent.mkdir(parents=True, exist_ok=True)
     for name in options.designs:
         if name in record["designs"] or time.monotonic() - started > 60 * options.minutes:
             continue
-        done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--one", name], capture_output=True, text=True)
-        if done.returncode:
-            print(f"{name}: left out, {done.stderr.strip().splitlines()[-1]}", flush=True)
+        try:
+            measured = in_own_process(*sys.argv[1:], "--one", name)
+        except subprocess.CalledProcessError as error:
+            print(f"{name}: left out, {error.stderr.strip().splitlines()[-1]}", flush=True)
             continue
-        record["designs"][name] = {**json.loads(done.stdout.splitlines()[-1]), "commit": machine["commit"]}
-        record_file.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        record["designs"][name] = {**measured, "commit": machine["commit"]}
+        write_json(record_file, record)
         beside(options.out, ".md").write_text(render(record))
-        measured = record["designs"][name]["accuracy"].items()
-        print(
-            f"{name}: "
-            + ", ".join(
-                f"{how} {100 * scores['test']:.2f} ({scores['bytes'] / 1e6:.0f} MB)" for how, scores in measured
-            ),
-            flush=True,
-        )
+        scores = measured["accuracy"].items()
+        accuracies = (f"{how} {100 * each['test']:.2f} ({each['bytes'] / 1e6:.0f} MB)" for how, each in scores)
+        print(f"{name}: {', '.join(accuracies)}", flush=True)
     print(f"{len(record['designs'])} of {len(DESIGNS)} designs; {beside(options.out, '.md')}")
 
 

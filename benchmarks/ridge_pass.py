@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from common import in_own_process, parser_of, write_json
 
 
 def one_pass(size: int, options: argparse.Namespace) -> None:
@@ -49,7 +50,7 @@ def one_pass(size: int, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--data-dir")
     parser.add_argument("--device", default="auto")
@@ -63,17 +64,13 @@ def main() -> None:
         return
     passes = []
     for size in options.sizes:
-        command = [sys.executable, __file__, *sys.argv[1:], "--one", str(size)]
-        figures = json.loads(
-            subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-        )
+        figures = in_own_process(*sys.argv[1:], "--one", str(size))
         passes.append(figures)
         device = f", device {figures['device_peak_bytes'] / 1e9:.2f} GB" if figures["device_peak_bytes"] else ""
         print(f"D {size}: {figures['images']:,} images in {figures['seconds']:.1f} s, {figures['images_per_second']:,.0f}/s; "
               f"peak host {figures['host_peak_bytes'] / 1e9:.2f} GB{device}; upload {figures['upload_bytes'] / 1e6:.0f} MB", flush=True)  # fmt: skip
         if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps({"limit_bytes": 3e9, "passes": passes}, indent=1) + "\n")
+            write_json(options.out, {"limit_bytes": 3e9, "passes": passes})
 
 
 if __name__ == "__main__":

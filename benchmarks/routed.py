@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 
+from common import markdown_head, markdown_row
 from oneround.analysis.statistics import paired
 from oneround.analysis.terminal import difference_in_words
 from oneround.config.load import load, parse_override
@@ -78,7 +79,7 @@ def page(record: Record) -> list[str]:
 def _ways(cells: list[Record]) -> list[str]:
     """Every other kind of expert against FAFI's, rule by rule."""
     by_cell = {tuple(cell[key] for key in KEYS): cell for cell in cells}
-    lines = ["| α | experts | partitions | " + " | ".join(COMPARED) + " |", "|---" * (3 + len(COMPARED)) + "|"]
+    lines = markdown_head(["α", "experts", "partitions", *COMPARED])
     for alpha, experts in dict.fromkeys(
         (cell["alpha"], cell["experts"]) for cell in cells if cell["experts"] != "fafi"
     ):
@@ -91,36 +92,32 @@ def _ways(cells: list[Record]) -> list[str]:
                 [100 * by_cell[alpha, kind, seed]["rules"][rule] for seed in seeds] for kind in (experts, "fafi")
             )
             row.append(difference_in_words(paired(ours, theirs)))
-        lines.append("| " + " | ".join(row) + " |")
+        lines.append(markdown_row(row))
     return lines
 
 
 def _lengths(cells: list[Record]) -> list[str]:
     epochs = sorted({int(epoch) for cell in cells for epoch in cell["curves"][COMPARED[0]]})
-    lines = ["| α | experts | rule | " + " | ".join(map(str, epochs)) + " |", "|---" * (3 + len(epochs)) + "|"]
+    lines = markdown_head(["α", "experts", "rule", *map(str, epochs)])
     for alpha, experts in sorted({(cell["alpha"], cell["experts"]) for cell in cells}):
         mine = [cell for cell in cells if (cell["alpha"], cell["experts"]) == (alpha, experts)]
         for rule in COMPARED:
             curves = [{int(at): value for at, value in cell["curves"][rule].items()} for cell in mine]
             means = [f"{100 * statistics.mean(curve[epoch] for curve in curves):.1f}" for epoch in epochs]
-            lines.append(f"| {alpha} | {experts} | {rule} | " + " | ".join(means) + " |")
+            lines.append(markdown_row([f"{alpha}", experts, rule, *means]))
     return lines
 
 
 def _table(cells: list[Record]) -> list[str]:
-    lines = [
-        "| rule | accuracy | at the snapshot validation chose | "
-        + " | ".join(f"minus {rule}" for rule in ALONE)
-        + " |",
-        "|---|---|---|" + "---|" * len(ALONE),
-    ]
+    against = [f"minus {rule}" for rule in ALONE]
+    lines = markdown_head(["rule", "accuracy", "at the snapshot validation chose", *against])
     for rule in (*ROUTED, *ALONE):
         values = [100 * cell["rules"][rule] for cell in cells]
         row = [rule, in_words(values), in_words([100 * cell["chosen"][rule] for cell in cells])]
         for base in ALONE:
             theirs = [100 * cell["rules"][base] for cell in cells]
             row.append(difference_in_words(paired(values, theirs)) if base != rule and len(values) > 1 else "")
-        lines.append("| " + " | ".join(row) + " |")
+        lines.append(markdown_row(row))
     return lines
 
 

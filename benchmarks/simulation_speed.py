@@ -10,7 +10,6 @@ the server's first line to its last, without the start of Ray and of its process
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from common import parser_of, write_json
 from oneround.config.load import change, load
 from oneround.federate.processes import SuperLink, free_port, write_app
 from oneround.runs.environment import environment
@@ -30,7 +30,7 @@ from oneround.simulate import run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--out", type=Path)
@@ -70,7 +70,7 @@ def main() -> None:
     }  # fmt: skip
     print(json.dumps(figures, indent=1))
     if options.out:
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(options.out, figures)
 
 
 def timed(work: Callable[[], object]) -> float:

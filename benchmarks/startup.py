@@ -10,8 +10,6 @@ taken from the run's folder: when a client's upload was written, less the second
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -20,6 +18,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from common import parser_of, write_json
 from oneround.protocol import blob
 from oneround.runs.environment import environment
 from oneround.site import choose_device
@@ -56,7 +55,7 @@ def _environment(source: Path | None) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--other", type=Path, help="src folder of another version, measured beside this one")
     parser.add_argument("--out", type=Path)
@@ -86,7 +85,7 @@ def main() -> None:
             "environment": environment(choose_device("cpu")),
             "load": os.getloadavg(),
         }
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(options.out, record)
 
 
 if __name__ == "__main__":

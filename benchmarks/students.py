@@ -9,8 +9,6 @@ answer, right or wrong.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -18,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+from common import markdown_row, parser_of, write_json
 from oneround import acts
 from oneround.config.load import load
 from oneround.data import load_dataset
@@ -44,7 +43,7 @@ Measured = dict[str, dict[str, float]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--partitions", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -58,7 +57,7 @@ def main() -> None:
     }  # fmt: skip
     print(table(figures))
     if options.out:
-        beside(options.out, ".json").write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+        write_json(beside(options.out, ".json"), figures)
         beside(options.out, ".md").write_text(table(figures) + "\n")
 
 
@@ -101,7 +100,7 @@ def table(figures: dict[str, object]) -> str:
             values = [100 * one[name][key] for one in measured]
             cells += [f"{statistics.mean(values):.1f}", " ".join(f"{value:.1f}" for value in values)]
         label = name if name == "teacher" else f"student taught on {name}"
-        lines.append(f"| {label} | " + " | ".join(cells if name != "teacher" else [*cells[:2], "", ""]) + " |")
+        lines.append(markdown_row([label, *(cells if name != "teacher" else [*cells[:2], "", ""])]))
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from common import parser_of, write_json
 from oneround.analysis.statistics import Summary
 from oneround.runs.environment import environment
 from oneround.site import choose_device
@@ -23,7 +24,7 @@ UNRECORDED = ("--data-dir", "--runs", "--out", "--minutes")
 
 def arguments(doc: str | None, name: str) -> argparse.ArgumentParser:
     """Those that every study has."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(doc)
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--data-dir")
     parser.add_argument("--minutes", type=float, default=600, help="stop after so long; what is done is kept")
@@ -84,8 +85,7 @@ class Study:
             "environment": self.machine,
             "arguments": [*self.commands, command_line()],
         }
-        self.record_file.parent.mkdir(parents=True, exist_ok=True)
-        self.record_file.write_text(json.dumps(record, ensure_ascii=False) + "\n")
+        write_json(self.record_file, record, indent=None)
         render(self.record_file, self.page)
 
 
@@ -95,8 +95,7 @@ def already(options: argparse.Namespace, keys: Sequence[str], page: Callable[[Re
         render(options.render, page)
     elif options.join:
         record_file = beside(options.out, ".json")
-        record_file.parent.mkdir(parents=True, exist_ok=True)
-        record_file.write_text(json.dumps(joined(options.join, keys), ensure_ascii=False) + "\n")
+        write_json(record_file, joined(options.join, keys), indent=None)
         render(record_file, page)
     return bool(options.render or options.join)
 

@@ -8,13 +8,13 @@ Prints the median over turns of the ratio of summed epoch times (the first epoch
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from pathlib import Path
 
 import torch
 
+from common import parser_of, write_json
 from oneround import acts
 from oneround.config.load import load
 from oneround.data import load_dataset
@@ -24,7 +24,7 @@ from oneround.site import Site
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--preset", default="v12")
     parser.add_argument("--data", default="digits")
     parser.add_argument("--data-dir")
@@ -60,7 +60,7 @@ def main() -> None:
     }  # fmt: skip
     print(json.dumps(figures, indent=1))
     if options.out:
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(options.out, figures)
 
 
 if __name__ == "__main__":
