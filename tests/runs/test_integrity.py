@@ -9,59 +9,7 @@ import pytest
 
 from oneround.config.load import checked
 from oneround.errors import RecipeError
-from oneround.runs.integrity import (
-    Content,
-    EnvironmentContent,
-    PartitionContent,
-    ResultContent,
-    is_share,
-    valid_entry,
-    valid_event,
-)
-
-TRACE = {"features": {"norm": {"a": 1.0}, "cosine": {"a · b": None}}}
-EPOCH = {"event": "epoch", "client": "a", "epoch": 1}
-SNAPSHOT = {"event": "snapshot", "rule": "iffi", "epoch": 1, "accuracy": 0.5}
-
-
-@pytest.mark.parametrize("event", [EPOCH, SNAPSHOT, {**EPOCH, "gradients": TRACE}, {**SNAPSHOT, "validation": 1}])
-def test_a_whole_event_stays_as_it_is(event: dict[str, Any]) -> None:
-    assert valid_event(event) is event
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        3,
-        None,
-        {**EPOCH, "epoch": "one"},
-        {**EPOCH, "client": None},
-        {**EPOCH, "event": None},
-        {**EPOCH, "event": "client"},
-        {**SNAPSHOT, "rule": 3},
-        *({**SNAPSHOT, "accuracy": value} for value in (math.nan, 1.1, True, "0.5")),
-    ],
-)
-def test_an_event_without_what_its_kind_promises_is_none(event: Any) -> None:
-    assert valid_event(event) is None
-
-
-@pytest.mark.parametrize(
-    "gradients",
-    [3, {"features": {}}, {"features": {"norm": {}, "cosine": {"a · b": "x"}}}, {"features": {"cosine": {}}}],
-)
-def test_damaged_parts_are_left_out_of_a_copy(gradients: Any) -> None:
-    event = {**EPOCH, "gradients": gradients, "validation": 7}
-    assert valid_event(event) == EPOCH and event["validation"] == 7
-
-
-def test_an_entry_has_numbers_trouble_and_gradients() -> None:
-    event = {**EPOCH, "base": 1.5, "diverged": True, "name": "x", "trouble": ["weight", 3], "gradients": TRACE}
-    assert valid_entry(event) == {"epoch": 1, "base": 1.5, "trouble": ["weight", "3"], "gradients": TRACE}
-
-
-def test_shares() -> None:
-    assert is_share(0) and is_share(1.0) and not is_share(-0.1) and not is_share(math.inf)
+from oneround.runs.integrity import Content, EnvironmentContent, PartitionContent, ResultContent
 
 
 def refusal(model: type[Content], content: Any) -> str:

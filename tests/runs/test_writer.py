@@ -69,7 +69,7 @@ def test_a_snapshot_without_all_its_rules_is_dropped_from_the_log(
     run(recipe, tmp_path / "run", data=digits)
     folder = RunFolder(tmp_path / "run")
     events = list(folder.metrics)
-    folder.metrics.keep(event for event in events if (event.get("rule"), event["epoch"]) != ("average", 3))
+    folder.metrics.replace(event for event in events if (event.get("rule"), event["epoch"]) != ("average", 3))
     writer = RunWriter(folder, {rule.label: rule for rule in acts.rules_of(recipe)})
     assert writer.done == {1, 2} and {event["epoch"] for event in folder.metrics} == {1, 2}
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from oneround.report.charts import Series, line_chart
 from oneround.report.markup import EMPTY, Html, charts, remark, score, table, tag, together
-from oneround.runs.integrity import is_number
-from oneround.runs.log import Curves
+from oneround.runs.log import Curves, is_number
 from oneround.runs.record import RunRecord
 
 EPOCHS = "local epochs"

@@ -32,7 +32,7 @@ from oneround.report.markup import (
     together,
 )
 from oneround.runs.record import RunRecord, local_accuracy_summary
-from oneround.runs.result import Result
+from oneround.runs.result import mean_over_clients
 
 FINDINGS = 12  # shown at once
 RULES, MODELS = 0, 5  # colours of bars
@@ -124,13 +124,14 @@ def _bar(name: str, share: float, style: int) -> Bar:
 
 def mixes(record: RunRecord) -> Html:
     """Accuracy on each client's own mix of classes: of every rule, of the client alone, of personal models."""
-    personal = (record.result or {}).get("personalised", {})
+    personal = record.personalised
     if not personal:
         return EMPTY
-    names = list(next(iter(personal.values())))
-    by_client = {client: [percent(by.get(client)) for by in personal.values()] for client in names}
-    means = [percent(Result.of(record).personalised.get(name)) for name in personal]
-    rows = [["mean", *means], *([client, *values] for client, values in by_client.items())]
+    means = mean_over_clients(personal)
+    rows = [["mean", *(percent(means.get(name)) for name in personal)]]
+    rows += [
+        [client, *(percent(by.get(client)) for by in personal.values())] for client in next(iter(personal.values()))
+    ]
     heads = ["client", *(f"{name}, %" for name in personal)]
     return table(heads, rows, "Test accuracy, classes weighted by the client's shares")
 

@@ -1,4 +1,4 @@
-"""Finds many runs, in folders and in kept records; a record keeps what comparisons need when the folders are deleted."""
+"""Finds runs in folders and in records; a record is one file with all that comparisons need, also when the folders are gone."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ FORMAT = "oneround runs 1"
 TRACED = (
     "base", "align", "lambda_raw", "s", "lambda_effective", "lambda_applied", "sigma_base", "sigma_align", "entropy",
 )  # fmt: skip
-COSINE, ELAPSED = "cosine of ", "seconds elapsed"  # among the quantities of a kept record
+COSINE, ELAPSED = "cosine of ", "seconds elapsed"  # quantities of a record, beside those of TRACED
 
 
 def find_runs(paths: Iterable[str | PathLike[str]]) -> list[RunRecord]:
-    """Every finished run in these folders, however deep, and in these kept records; the same run counts once.
+    """Every finished run in these folders, at any depth, and in these records; the same run counts once.
 
     Raises RecipeError where there is none, RunError where a file that a comparison needs is damaged.
     """
     folders, runs = [Path(path) for path in paths], list[RunRecord]()
     for path in folders:
         if path.is_file():
-            runs += _read_kept(path)
+            runs += _read_record(path)
             continue
         if not path.exists():
             raise RecipeError(f"{path}: no such folder")
@@ -51,7 +51,7 @@ def find_runs(paths: Iterable[str | PathLike[str]]) -> list[RunRecord]:
 
 
 def find_folders(paths: Sequence[Path]) -> list[Path]:
-    """Every run folder in these folders, begun or finished, however deep; RunError where there is none."""
+    """Every run folder in these folders, finished or not, at any depth; RunError where there is none."""
     folders: dict[Path, Path] = {}
     for path in paths:
         if path.is_file():
@@ -68,7 +68,7 @@ def find_folders(paths: Sequence[Path]) -> list[Path]:
 
 
 def distinct(runs: Iterable[RunRecord]) -> list[RunRecord]:
-    """Each run once, whether read from its folder, from a copy of it or from a kept record."""
+    """Each run once, whether read from its folder, from a copy or from a record."""
     once: dict[str, RunRecord] = {}
     for run in runs:
         content = [dict(run.keys), run.partition_digest, run.accuracy, run.local_accuracy]
@@ -76,16 +76,16 @@ def distinct(runs: Iterable[RunRecord]) -> list[RunRecord]:
     return list(once.values())
 
 
-# --- kept records ----------------------------------------------------------------------------------------------------
+# --- records ---------------------------------------------------------------------------------------------------------
 
 
 def keep(runs: Sequence[RunRecord], path: str | PathLike[str]) -> None:
-    """Write all that comparisons need of these runs; `find_runs` reads it like their folders."""
+    """Write a record of these runs; `find_runs` reads it like their folders."""
     content = {"format": FORMAT, "runs": [_pack(run) for run in runs]}
     write_durably(Path(path), (json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n").encode())
 
 
-def _read_kept(path: Path) -> list[RunRecord]:
+def _read_record(path: Path) -> list[RunRecord]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -119,7 +119,7 @@ def _pack(run: RunRecord) -> dict[str, Any]:
 
 
 def _unpack(plain: Mapping[str, Any], path: Path) -> RunRecord:
-    """A run from the plain data that `path` has of it."""
+    """A run from its plain data in the file `path`."""
     result = {key: plain[key] for key in ("partition", "remarks")} | {
         key: {name: {"accuracy": value} for name, value in plain[key].items()} for key in ("rules", "clients")
     }
@@ -155,12 +155,12 @@ def _measurements(plain: Mapping[str, Any]) -> Measurements:
 
 
 def _by_epoch(curves: Mapping[str, Mapping[str, float]]) -> Curves:
-    """JSON has no whole-number keys."""
+    """Curves with whole numbers as keys, which JSON does not have."""
     return {name: {int(epoch): float(value) for epoch, value in curve.items()} for name, curve in curves.items()}
 
 
 def _shorten(curves: Curves) -> dict[str, dict[int, float | str]]:
-    """Five digits are enough of a trace; JSON has no infinity."""
+    """Traces with five digits; JSON has no infinity, so that is text."""
     return {
         name: {epoch: float(f"{value:.5g}") if math.isfinite(value) else str(value) for epoch, value in curve.items()}
         for name, curve in curves.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Versions, processor, device and commit, JSON-ready."""
     versions = {}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "python": platform.python_version(),
         "platform": platform.platform(terse=True),
@@ -40,10 +39,10 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str | None:
-    """$ONEROUND_COMMIT, or the commit of the checkout this package runs from, marked when files differ; else None.
+    """$ONEROUND_COMMIT, or the commit of the checkout that contains this package, with `-dirty` if files differ; None if there is none.
 
-    An installed package often lies inside somebody else's checkout (a virtual environment in a project's folder), whose commit says
-    nothing about this code.
+    An installed package often lies inside another checkout (a virtual environment in a project's folder), whose commit does not
+    identify this code.
     """
     if "ONEROUND_COMMIT" in os.environ:
         return os.environ["ONEROUND_COMMIT"]
@@ -57,26 +56,22 @@ def commit() -> str | None:
 
 
 def _is_own_checkout() -> bool:
-    """Whether this file is src/oneround/… of the git checkout around it, and tracked there; git fails where it is not."""
+    """Whether this file is a tracked src/oneround/… of the git checkout around it; git fails if it is not tracked."""
     path = Path(__file__).resolve()
     root = Path(_git("rev-parse", "--show-toplevel")).resolve()
     return root / "src" / "oneround" in path.parents and bool(_git("ls-files", "--error-unmatch", str(path)))
 
 
 def _git(*arguments: str) -> str:
-    """Output of a git command in the checkout of this package; it takes no lock, so that it can be killed."""
-    command = ["git", "--no-optional-locks", *arguments]
-    output = subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=5, check=True
-    ).stdout
-    return output.strip()
+    """Output of a git command in the folder of this package; it takes no lock, so that it can be killed."""
+    command, folder = ["git", "--no-optional-locks", *arguments], Path(__file__).parent
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=5, check=True)
+    return done.stdout.strip()
 
 
 def _processor() -> str:
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""A run's folder on disk: its files, and how they are read and written."""
+"""A run's folder on disk: paths, readers and writers of its files."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from oneround.config.recipe import Recipe
 from oneround.errors import ProtocolError, RecipeError, RunError, did_you_mean
 from oneround.files import write_durably
 from oneround.protocol import Broadcast, UploadFolder
-from oneround.runs.integrity import Content, ResultContent
+from oneround.runs.integrity import Content, EnvironmentContent, PartitionContent, ResultContent
 from oneround.runs.log import MetricsLog
 
 log = logging.getLogger("oneround")
 
 
 def client_name(number: int, count: int) -> str:
-    """`client_007`: the name of a partition's client, in a simulation and in a federation."""
+    """`client_007`: the name of a client to whom the partition deals samples."""
     return f"client_{number:0{max(3, len(str(count - 1)))}d}"
 
 
 class RunFolder:
-    """Paths of a run, and readers and writers of its files."""
+    """The folder of a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,7 +41,7 @@ class RunFolder:
         self.metrics = MetricsLog(path / "metrics.jsonl")
 
     def round_model(self, number: int) -> Path:
-        """The model a round ended with, where there are several."""
+        """The model of a round, where there are several."""
         return self.path / "rounds" / f"round_{number:03d}"
 
     def upload(self, client: str) -> Path:
@@ -51,26 +51,26 @@ class RunFolder:
         return self.path / "clients" / client
 
     def states(self, client: str) -> list[Path]:
-        """Files of a client's state between epochs."""
+        """Files of a client's training state."""
         return sorted(self.state(client).glob("*.safetensors"))
 
     def quarantine(self, sender: str) -> Path:
-        """A path for a bad upload, which nothing reads; at most three per sender, the oldest is removed first."""
+        """A path for a bad upload, which nothing reads; at most three per sender are kept, the latest."""
         folder = self.path / "quarantine"
         folder.mkdir(exist_ok=True)
-        word = re.sub(r"[^A-Za-z0-9_.-]", "_", sender)[:80] or "unknown"
-        earlier = sorted(folder.glob(f"{word}.*.bin"), key=lambda path: path.stat().st_mtime_ns)
+        name = re.sub(r"[^A-Za-z0-9_.-]", "_", sender)[:80] or "unknown"
+        earlier = sorted(folder.glob(f"{name}.*.bin"), key=lambda path: path.stat().st_mtime_ns)
         if len(earlier) >= 3:
             earlier[0].unlink()
-        return folder / f"{word}.{time.time_ns()}.bin"
+        return folder / f"{name}.{time.time_ns()}.bin"
 
     @property
-    def resumption(self) -> str:
+    def resume_command(self) -> str:
         """The command that resumes the run."""
         return f"oneround run {self.path} --resume"
 
     def read_spreads(self) -> dict[int, float]:
-        """Epoch → how far apart the clients' prototypes were after it; written only for a schedule that depends on it."""
+        """Epoch → distance between the clients' prototypes after it; empty unless a schedule depends on it."""
         if not (self.path / "consensus.json").is_file():
             return {}
         content = self.read_json("consensus.json", "start over with another --out")
@@ -83,7 +83,7 @@ class RunFolder:
         write_durably(self.path / name, json.dumps(content, indent=1, ensure_ascii=False).encode())
 
     def read_json(self, name: str, fix: str, content: type[Content] = Content) -> dict[str, Any]:
-        """A JSON object with the keys of `content`; RunError where it is damaged, with `fix` as what to do."""
+        """A JSON object with the keys of `content`; where it is damaged, RunError with `fix` as advice."""
         path = self.path / name
         try:
             raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -93,16 +93,24 @@ class RunFolder:
         return raw
 
     @property
-    def redo(self) -> str:
-        """What to do about a damaged file that follows from others."""
-        return f"remove it and make it again with {self.resumption}"
+    def rebuild_advice(self) -> str:
+        """Advice for a damaged file that can be made again."""
+        return f"remove it and make it again with {self.resume_command}"
 
     def read_result(self) -> dict[str, Any]:
-        """`result.json`, which follows from the uploads and can be made again."""
-        return self.read_json("result.json", self.redo, ResultContent)
+        """`result.json`, which can be made again from the uploads."""
+        return self.read_json("result.json", self.rebuild_advice, ResultContent)
+
+    def read_partition(self) -> dict[str, Any]:
+        """`partition.json`, which can be made again from the recipe."""
+        return self.read_json("partition.json", self.rebuild_advice, PartitionContent)
+
+    def read_environment(self) -> dict[str, Any]:
+        """`environment.json`"""
+        return self.read_json("environment.json", "remove it", EnvironmentContent)
 
     def read_recipe(self, overrides: Iterable[tuple[str, Any]] = ()) -> Recipe:
-        """The recipe the run was begun with."""
+        """The recipe of the run; ProtocolError where the folder has none."""
         if not self.recipe.is_file():
             raise ProtocolError(f"{self.path}: not a run folder (no recipe.yaml in it)")
         try:
@@ -112,20 +120,25 @@ class RunFolder:
             raise RecipeError(message if str(self.recipe) in message else f"{self.recipe}: {message}") from None
 
     def uploads(self, without: Sequence[str] = (), late: Sequence[Path] = ()) -> UploadFolder:
-        """The uploads so far, checked when read; without those of some clients, with late ones from elsewhere."""
+        """The uploads so far, checked when they are read.
+
+        Args:
+            without: clients whose uploads are left out.
+            late: files of further uploads.
+        """
         broadcast = Broadcast.read(self.broadcast)
         paths = sorted((self.path / "uploads").glob("*.safetensors"))
         if not paths:
-            raise ProtocolError(f"{self.path}: no uploads yet; continue with {self.resumption}")
+            raise ProtocolError(f"{self.path}: no uploads yet; continue with {self.resume_command}")
         if self.result.is_file():
             lost = sorted(set(self.read_result()["uploads"]) - {path.stem for path in (*paths, *late)})
             if lost:
                 log.warning("%s/uploads: missing and left out: %s", self.path, ", ".join(lost))
         names = [path.stem for path in paths]
         if broadcast.recipe.secure and (without or late):
-            word = f"--without {without[0]}" if without else f"--with {late[0]}"
+            option = f"--without {without[0]}" if without else f"--with {late[0]}"
             raise ProtocolError(
-                f"{word}: these sums are under masks (sums.secure), which cancel only in the sum over all sites that masked together"
+                f"{option}: these sums are under masks (sums.secure), which cancel only in the sum over all sites that masked together"
             )
         for name in without:
             if name not in names:
@@ -142,9 +155,9 @@ class RunFolder:
 
     @contextmanager
     def locked(self, patience: float = 0.0) -> Iterator[None]:
-        """Hold the lock of the folder, which only one process has; wait `patience` seconds for one that is just ending."""
+        """Hold the folder's lock, so that only one process works in it; wait `patience` seconds for another process to end."""
         self.path.mkdir(parents=True, exist_ok=True)
-        until, waiting = time.monotonic() + patience, False
+        deadline, waiting = time.monotonic() + patience, False
         with (self.path / ".lock").open("w") as file:
             while True:
                 try:
@@ -154,7 +167,7 @@ class RunFolder:
                     if patience and not waiting:
                         log.warning("%s: waiting for another process here to end", self.path)
                         waiting = True
-                    if time.monotonic() >= until:
+                    if time.monotonic() >= deadline:
                         raise RunError(
                             f"{self.path}: another process is running here; wait for it or choose another --out"
                         ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from oneround.config.recipe import Recipe
 from oneround.errors import RecipeError
 
 Logger = Callable[[str, float, int], object]
-"""Takes a number with its name and epoch."""
+"""A function of name, value and epoch."""
 
 
 def numbers(event: dict[str, Any]) -> Iterator[tuple[str, float, int]]:
@@ -30,17 +31,15 @@ def numbers(event: dict[str, Any]) -> Iterator[tuple[str, float, int]]:
 
 
 def write_events(events: Iterable[dict[str, Any]], loggers: Sequence[Logger]) -> None:
-    """Give every number of every event to every logger."""
-    if loggers:
-        for event in events:
-            for number in numbers(event):
-                for write in loggers:
-                    write(*number)
+    """Write every number of every event to every logger."""
+    for write, event in product(loggers, events):
+        for number in numbers(event):
+            write(*number)
 
 
 @contextmanager
 def open_loggers(recipe: Recipe, folder: Path) -> Iterator[list[Logger]]:
-    """The loggers that `local.sinks` names, open as long as a run."""
+    """Open the loggers in `local.sinks` for the duration of a run."""
     makers = {"tensorboard": _tensorboard, "mlflow": _mlflow}
     with ExitStack() as stack:
         yield [stack.enter_context(makers[name](recipe, folder)) for name in recipe.local.sinks]
@@ -67,20 +66,20 @@ def _mlflow(recipe: Recipe, folder: Path) -> Iterator[Logger]:
         raise RecipeError(
             "local.sinks: mlflow is not installed here; pip install mlflow-skinny sqlalchemy alembic"
         ) from None
-    beside = folder.resolve().parent
-    client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{beside / 'mlflow.db'}"))
+    parent = folder.resolve().parent
+    client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{parent / 'mlflow.db'}"))
     existing = client.get_experiment_by_name("oneround")
     experiment = (
-        existing.experiment_id if existing else client.create_experiment("oneround", (beside / "mlflow").as_uri())
+        existing.experiment_id if existing else client.create_experiment("oneround", (parent / "mlflow").as_uri())
     )
-    note = folder / "mlflow_run"  # a resumed run goes on in the same one
-    if note.is_file():
-        run_id = note.read_text()
+    id_file = folder / "mlflow_run"  # a resumed run continues the same MLflow run
+    if id_file.is_file():
+        run_id = id_file.read_text()
     else:
         run_id = client.create_run(experiment, run_name=folder.name).info.run_id
         for key, value in (("method", recipe.method), ("recipe_digest", recipe.digest), ("folder", str(folder))):
             client.log_param(run_id, key, value)
-        note.write_text(run_id)
+        id_file.write_text(run_id)
 
     yield lambda name, value, epoch: client.log_metric(run_id, name, value, step=epoch)
     client.set_terminated(run_id)

@@ -15,12 +15,12 @@ from oneround.errors import OneroundError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MANY = 30  # clients above which a line of text for each cannot be read
-LEGEND = 36  # letters in a line of it; options of a rule can be many
+MOST_LABELS = 30  # with more clients, a label for each cannot be read
+LEGEND_WIDTH = 36  # characters; the name of a rule with its options can be long
 
 
 def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure  # half a second; only runs that draw pay for it
+    from matplotlib.figure import Figure  # here: importing it takes half a second
 
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -35,7 +35,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def picture_file(path: Path, name: str) -> Path:
-    """The file a picture goes to: `name` in a folder, a .png if no format is named; an unknown format is refused."""
+    """The file for a picture: `name` in a folder, .png without a suffix; OneroundError for an unknown format."""
     if path.is_dir():
         return path / name
     if not path.suffix:
@@ -47,9 +47,9 @@ def picture_file(path: Path, name: str) -> Path:
 
 
 def draw_partition(split: Split, class_names: Sequence[str], path: Path, title: str) -> None:
-    """Class × client: circles whose area is the number of samples, with the numbers; shades where clients are many."""
+    """Class × client: circles whose area is the number of samples, with the numbers; a heat map for many clients."""
     clients, classes = split.counts.shape
-    many = clients > MANY
+    many = clients > MOST_LABELS
     figure = _figure(min(2.4 + 0.42 * classes, 40), 10.0 if many else 1.6 + 0.42 * clients)
     axes = figure.subplots()
     largest = max(int(split.counts.max()), 1)
@@ -86,20 +86,20 @@ def draw_accuracy(
     title: str,
     reference: Mapping[str, float] | None = None,
 ) -> None:
-    """Accuracy against local epochs: a thick line per rule for the mean, thin ones for each run behind it."""
+    """Accuracy over local epochs: for each rule a thick line for the mean and a thin one for each run."""
     figure = _figure(8.4, 4.2)
     axes = figure.subplots()
     for name, runs in curves.items():
         epochs = sorted(set.intersection(*(set(run) for run in runs)))
         mean = [100 * float(np.mean([run[epoch] for run in runs])) for epoch in epochs]
-        (line,) = axes.plot(epochs, mean, marker="o", markersize=3, linewidth=2, label=fill(name, LEGEND))
+        (line,) = axes.plot(epochs, mean, marker="o", markersize=3, linewidth=2, label=fill(name, LEGEND_WIDTH))
         if len(runs) > 1:
             for run in runs:
                 axes.plot(
                     epochs, [100 * run[epoch] for epoch in epochs], color=line.get_color(), linewidth=0.6, alpha=0.4
                 )
     for name, value in (reference or {}).items():
-        axes.axhline(100 * value, color="black", linestyle="--", linewidth=1, label=fill(name, LEGEND))
+        axes.axhline(100 * value, color="black", linestyle="--", linewidth=1, label=fill(name, LEGEND_WIDTH))
     axes.set(xlabel="local epochs before the one upload", ylabel="test accuracy, %", ylim=(0, 100))
     axes.grid(alpha=0.25)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)

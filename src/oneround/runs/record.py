@@ -1,4 +1,4 @@
-"""The record of a run, read from its folder; comparison, diagnosis and report are views of it."""
+"""The record of a run, read from its folder. Comparison, diagnosis and report are views of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 from oneround.config.parts import Strict
@@ -15,8 +16,7 @@ from oneround.config.recipe import Federated, Recipe, current_name
 from oneround.errors import OneroundError, RunError
 from oneround.protocol import blob
 from oneround.runs.folder import RunFolder, client_name
-from oneround.runs.integrity import EnvironmentContent, PartitionContent, is_number
-from oneround.runs.log import Curves, EpochMetrics, Measurements
+from oneround.runs.log import Curves, EpochMetrics, Measurements, is_number
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class RunRecord:
     path: Path
     """The run's folder, or the file it was kept in."""
     keys: Mapping[str, Any] = field(default_factory=dict)
-    """The federated half of its recipe, flat: `training.epochs` → 50."""
+    """The federated half of its recipe with dotted keys: `training.epochs` → 50."""
     whole_recipe: Recipe | None = None
     """None where only its keys were kept."""
     measurements: Measurements = field(default_factory=Measurements)
@@ -38,23 +38,23 @@ class RunRecord:
     """Content of `partition.json`; empty where it was not written."""
     class_names: tuple[str, ...] = ()
     feature_size: int | None = None
-    """Entries of a prototype; None where no network is trained."""
+    """Dimension of the prototypes; None where no network is trained."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     """Content of `environment.json`: device, packages, commit."""
     disclosed: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """By client: its samples of each class, as its upload discloses them."""
+    """Client → its samples of each class, as its upload discloses them."""
     stopped: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    """By client that the safeguards stopped: its last epoch, and why."""
+    """Client that the safeguards stopped → its last epoch and the reason."""
     bound: float | None = None
     """Accuracy of the same network trained on all data in one place, where a study measured it."""
     unread: tuple[str, ...] = ()
-    """What of the folder could not be read and is left out."""
+    """Remarks on damaged parts of the folder, which are left out."""
 
     @classmethod
     def read(cls, folder: Path, strict: Collection[str] = ()) -> RunRecord:
-        """Read a run folder, whatever is in it so far; only its recipe must be there.
+        """Read the folder of a run, finished or not; only its recipe must be there.
 
-        `strict`: files (`result.json`, …) whose damage raises RunError; any other damaged part is left out with a remark.
+        `strict`: files (`result.json`, …) that raise RunError if they are damaged; any other damaged part is left out with a remark.
         """
         run_folder, unread = RunFolder(folder), list[str]()
         recipe = run_folder.read_recipe()
@@ -68,9 +68,6 @@ class RunRecord:
                 unread.append(f"left out: {error}")
                 return None
 
-        def environment() -> Mapping[str, Any]:
-            return run_folder.read_json("environment.json", "remove it", EnvironmentContent)
-
         manifests = list(_manifests(run_folder, unread))
         histories = [
             {**entry, "event": "epoch", "client": client}
@@ -80,6 +77,7 @@ class RunRecord:
         class_names, feature_size = part(run_folder.broadcast, lambda: _classes(run_folder.broadcast)) or ((), None)
         result = part(run_folder.result, run_folder.read_result)
         partition = part(folder / "partition.json", lambda: _partition(run_folder, len(class_names))) or {}
+        environment = part(folder / "environment.json", run_folder.read_environment) or {}
         return cls(
             folder,
             keys=keys_of(recipe.plain()),
@@ -89,7 +87,7 @@ class RunRecord:
             partition=partition,
             class_names=class_names or tuple(map(str, range(len(partition["class_counts"][0]) if partition else 0))),
             feature_size=feature_size,
-            environment=part(folder / "environment.json", environment) or {},
+            environment=environment,
             disclosed={name: each["class_counts"] for name, each in manifests if any(each.get("class_counts", ()))},
             stopped={client: (each["epoch"], each["stopped"]) for client, each in manifests if each.get("stopped")},
             bound=part(folder.parent / "study.json", lambda: _bound(folder.parent)),
@@ -131,12 +129,12 @@ class RunRecord:
 
     @property
     def accuracy(self) -> dict[str, float]:
-        """Test accuracy of every fusion rule: of the result or, before there is one, of the last snapshot."""
+        """Test accuracy of every fusion rule, in the result or, before that exists, in the last snapshot."""
         return self._final("rules", self.curves)
 
     @property
     def local_accuracy(self) -> dict[str, float]:
-        """Test accuracy of every client's own model: of the result or, before there is one, of the last snapshot."""
+        """Test accuracy of every client's own model, in the result or, before that exists, in the last snapshot."""
         return self._final("clients", self.measurements.local_accuracy)
 
     def _final(self, key: str, curves: Curves) -> dict[str, float]:
@@ -167,12 +165,12 @@ class RunRecord:
 
     @property
     def partition_digest(self) -> str:
-        """Digest of which client holds which sample; the same for runs that can be compared."""
+        """Digest of who holds which sample; runs with the same digest can be compared."""
         return str(self.result["partition"] if self.result else self.partition.get("digest", ""))
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Remarks on the result, such as what only a simulation can do."""
+        """Remarks on the result."""
         return tuple(map(str, (self.result or {}).get("remarks", ())))
 
     @property
@@ -191,7 +189,7 @@ class RunRecord:
 
     @cached_property
     def counts(self) -> dict[str, Sequence[int]]:
-        """Samples of each class by client that has some: of the partition or, where there is none, as uploads disclose them."""
+        """Samples of each class by client, without empty clients: of the partition or, where it is unknown, as uploads disclose them."""
         return {name: row for name, row in self.partition_counts.items() if sum(row)} or dict(self.disclosed)
 
     @property
@@ -201,7 +199,7 @@ class RunRecord:
 
     @property
     def trained(self) -> list[str]:
-        """Clients with at least one epoch, or stopped before."""
+        """Clients with at least one epoch, and those stopped before."""
         return sorted({*self.measurements.epochs, *self.stopped})
 
     @property
@@ -210,7 +208,7 @@ class RunRecord:
         return min((max(by_epoch) for by_epoch in self.measurements.epochs.values()), default=0)
 
     def largest(self, most: int) -> list[str]:
-        """The clients with most samples, in their original order."""
+        """The clients with the most samples, in their original order."""
         names = sorted(self.clients, key=lambda name: -sum(self.counts.get(name, ())))[:most]
         return [name for name in self.clients if name in names]
 
@@ -242,7 +240,7 @@ class RunRecord:
 def local_accuracy_summary(accuracy: Mapping[str, float]) -> dict[str, float]:
     """Accuracy of the best and of the mean client alone, from that of every client; empty where none is known."""
     values = accuracy.values()
-    return {"best client alone": max(values), "mean client alone": sum(values) / len(values)} if values else {}
+    return {"best client alone": max(values), "mean client alone": fmean(values)} if values else {}
 
 
 # --- a recipe's keys -------------------------------------------------------------------------------------------------
@@ -259,7 +257,7 @@ def flat(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def keys_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's keys with dots; keys that are newer than the recipe have their default, which changes nothing."""
+    """A recipe's keys with dots; keys that the recipe is too old for have their default, which changes nothing."""
     return {**_defaults(), **{current_name(key): value for key, value in flat(tree)}}
 
 
@@ -279,14 +277,14 @@ def _defaults() -> dict[str, Any]:
 
 
 def _manifests(run_folder: RunFolder, unread: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Manifests of the clients' states and uploads: ahead of the log, which is written at snapshots."""
+    """Manifests of the clients' states and uploads; they may be ahead of the log, which is written at snapshots."""
     states = ((path, "state") for path in sorted(run_folder.path.glob("clients/*/state.safetensors")))
     uploads = ((path, "upload") for path in sorted(run_folder.path.glob("uploads/*.safetensors")))
     for path, kind in (*states, *uploads):
         try:
             manifest = blob.peek(path, kind)
         except OneroundError as error:
-            if path.exists():  # a client that goes on training replaces them
+            if path.exists():  # else a client that is still training has just replaced it
                 unread.append(f"left out: {error}")
         else:
             yield manifest["client"], manifest
@@ -300,11 +298,13 @@ def _classes(broadcast: Path) -> tuple[tuple[str, ...], int | None]:
 
 
 def _partition(run_folder: RunFolder, classes: int) -> Mapping[str, Any]:
-    """Content of `partition.json`; `classes`: how many it must have, 0 where that is not known."""
-    partition = run_folder.read_json("partition.json", run_folder.redo, PartitionContent)
+    """Content of `partition.json`; `classes`: the required number of classes, 0 if unknown."""
+    partition = run_folder.read_partition()
     if {len(row) for row in partition["class_counts"]} != {classes or len(partition["class_counts"][0])}:
         of = f" of {classes} classes" if classes else ""
-        raise RunError(f"{run_folder.path}/partition.json: damaged (class_counts is no table{of}); {run_folder.redo}")
+        raise RunError(
+            f"{run_folder.path}/partition.json: damaged (class_counts is no table{of}); {run_folder.rebuild_advice}"
+        )
     return partition
 
 

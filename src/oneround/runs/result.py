@@ -1,4 +1,4 @@
-"""The result that a run returns."""
+"""The result of a run, as `run` returns it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
+from statistics import fmean
 
 from oneround.errors import RunError
 from oneround.runs.folder import RunFolder
@@ -23,21 +24,23 @@ class Result:
     clients: Mapping[str, float]
     """Test accuracy of every client's own model."""
     curves: Mapping[str, Mapping[int, float]]
-    """Test accuracy of every rule after so many local epochs."""
+    """Rule → local epochs → test accuracy."""
     validation: Mapping[str, Mapping[int, float]]
-    """The same on the validation images; empty where there are none."""
+    """The same on validation images; empty where there are none."""
     partition: str
     """Digest of which client holds which sample."""
     remarks: tuple[str, ...]
     personalised: Mapping[str, float] = field(default_factory=dict)
-    """Accuracy on each client's own mix of classes, mean over clients: of rules, of local models, of personal models."""
+    """Model (rule, local or personal) → accuracy on each client's own mix of classes, averaged over clients."""
 
     @staticmethod
     def read(folder: str | PathLike[str]) -> Result:
         """The result of a finished run; RunError if there is none, or a damaged one."""
         run_folder = RunFolder(Path(folder))
         if not run_folder.result.is_file():
-            raise RunError(f"{folder}: no finished run here (no result.json); continue with {run_folder.resumption}")
+            raise RunError(
+                f"{folder}: no finished run here (no result.json); continue with {run_folder.resume_command}"
+            )
         return Result.of(RunRecord.read(run_folder.path, strict=["result.json"]))
 
     @staticmethod
@@ -56,11 +59,11 @@ class Result:
 
     @property
     def chosen(self) -> dict[str, int]:
-        """Rule → the epoch whose snapshot is best on validation data, the earliest of equals."""
+        """Rule → the epoch of its best snapshot on validation images, the earliest of equals."""
         return {rule: best_epoch(curve) for rule, curve in self.validation.items()}
 
 
 def mean_over_clients(personal: Mapping[str, Mapping[str, float | None]]) -> dict[str, float]:
     """Model → mean over the clients whose accuracy is known."""
-    values_by_name = {name: [value for value in by.values() if value is not None] for name, by in personal.items()}
-    return {name: sum(values) / len(values) for name, values in values_by_name.items() if values}
+    known = {name: [value for value in by.values() if value is not None] for name, by in personal.items()}
+    return {name: fmean(values) for name, values in known.items() if values}

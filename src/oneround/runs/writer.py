@@ -1,4 +1,4 @@
-"""Writes a run to disk, whichever transport brought its uploads: log, metrics of every snapshot, model, result."""
+"""The writer of a run: metrics of every snapshot, model and result, the same for both transports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger("oneround")
 
 @dataclass(frozen=True)
 class Facts:
-    """Content of a result besides scores."""
+    """What a result contains besides scores."""
 
     data: str
     partition: str
@@ -40,15 +40,15 @@ class Facts:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Uploads at the end of an epoch, with their scores."""
+    """The uploads at the end of an epoch and their scores."""
 
     epoch: int
     uploads: UploadFolder
     scores: Scores
     models: dict[str, GlobalModel] = field(default_factory=dict)
-    """By rule: those that are one network, made while scoring."""
+    """Rule → its fused model, where scoring made it: of rules whose model is one network."""
     seconds: float = 0.0
-    """Of fusing and scoring."""
+    """Time for fusing and scoring."""
 
 
 class RunWriter:
@@ -57,9 +57,9 @@ class RunWriter:
     def __init__(
         self, folder: RunFolder, rules: Mapping[str, Rule], loggers: Sequence[Logger] = (), epochs_over: int = 0
     ) -> None:
-        """Keep the complete part of an earlier log: up to the last snapshot that has all rules. The rest is measured again.
+        """Continue an earlier log after its last complete snapshot, one that has all rules; later events are measured again.
 
-        `epochs_over`: of rounds that are over, which have no snapshots where the server has no test images.
+        `epochs_over`: epochs of the rounds before this one; where the server has no test images, these have no snapshots.
         """
         self.folder, self.rules, self.loggers = folder, rules, loggers
         self.first = next(iter(rules))
@@ -70,11 +70,11 @@ class RunWriter:
             if event["event"] == "snapshot":
                 logged.setdefault(event["epoch"], set()).add(event["rule"])
         self.done = {epoch for epoch, names in logged.items() if names >= set(rules)}
-        """Epochs whose snapshot is in the log."""
+        """Epochs whose snapshot is complete in the log."""
         last = max([epochs_over, *self.done])
         complete = [event for event in events if event["epoch"] <= last]
         if folder.metrics.path.is_file():
-            folder.metrics.keep(complete)
+            folder.metrics.replace(complete)
         self.measured = Measurements.of(complete)
         """The measurements in the log."""
         self._before = max(self.measured.elapsed.values(), default=0.0)
@@ -82,21 +82,19 @@ class RunWriter:
 
     @property
     def elapsed(self) -> float:
-        """Seconds the run has been at work, the time it was stopped left out."""
+        """Seconds the run has been active, without the time it was stopped."""
         return self._before + time.monotonic() - self._started
 
     @property
     def chosen(self) -> int | None:
-        """The epoch whose model is best on validation images, the earliest of equals; None where there are no such images."""
+        """The epoch with the best model on validation images, the earliest of equals; None without such images."""
         curve = self.measured.validation.get(self.first, {})
         return best_epoch(curve) if curve else None
 
     def snapshot(self, snapshot: Snapshot, epochs: range, site: Site) -> list[dict[str, Any]]:
-        """Log what the clients measured in these epochs and how the snapshot at their end scored; keep its model if it is the best.
+        """Log the clients' metrics of these epochs and the scores of the snapshot; save its model if it is the best so far.
 
-        Returns the events about the snapshot.
-
-        The model is written before the log says that the snapshot is done, so a killed run makes both again.
+        Returns the events with scores. The model is written before the log, so a killed run makes both again.
         """
         if self.first in snapshot.scores.validation:
             curve = self.measured.validation.get(self.first, {})
@@ -138,13 +136,13 @@ class RunWriter:
             return model or acts.fuse(uploads, uploads.broadcast, site, self.rules[self.first])
 
     def round_model(self, number: int, snapshot: Snapshot, site: Site) -> GlobalModel:
-        """The model a round ended with, kept in the run's folder."""
+        """Save and return the model of a round."""
         model = self._model(snapshot, site)
         model.save(self.folder.round_model(number))
         return model
 
     def finish(self, snapshot: Snapshot, facts: Facts, site: Site, test: Images) -> Result:
-        """Write the model, then the result, which marks the run as finished."""
+        """Write the model, then `result.json`, which marks the run as finished."""
         uploads, scores, broadcast = snapshot.uploads, snapshot.scores, snapshot.uploads.broadcast
         epoch, personal = self._finish_model(snapshot, site), dict[str, dict[str, float | None]]()
         remarks = [*facts.remarks]
@@ -176,7 +174,7 @@ class RunWriter:
         return Result.of(RunRecord(self.folder.path, measurements=self.measured, result=result))
 
     def _finish_model(self, snapshot: Snapshot, site: Site) -> int:
-        """Write the final model; returns the epoch it is from."""
+        """Write the final model; returns its epoch."""
         chosen = self.chosen
         if chosen is not None and chosen != snapshot.epoch:
             if (self.folder.model / "manifest.json").is_file():

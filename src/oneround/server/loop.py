@@ -32,7 +32,6 @@ from oneround.protocol import Broadcast, Upload, UploadFolder, blob
 from oneround.runs import pictures
 from oneround.runs.environment import environment
 from oneround.runs.folder import RunFolder
-from oneround.runs.integrity import PartitionContent
 from oneround.runs.loggers import open_loggers
 from oneround.runs.result import Result
 from oneround.runs.writer import Facts, RunWriter, Snapshot
@@ -99,8 +98,7 @@ def is_begun(plan: Plan, folder: RunFolder) -> bool:
         return True
     if not (folder.path / "partition.json").exists():
         return False
-    partition = folder.read_json("partition.json", f"remove it and continue with {folder.resumption}", PartitionContent)
-    if partition["digest"] != plan.split.digest:
+    if folder.read_partition()["digest"] != plan.split.digest:
         raise RecipeError(f"{folder.path}: was begun on other data or another partition; choose another --out")
     return True
 

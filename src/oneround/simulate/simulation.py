@@ -80,12 +80,14 @@ def run(
                 result = serve(plan, run_folder, SimulatedClients(plan, run_folder, pool), emit)
         except KeyboardInterrupt:
             advice = (
-                f"continue with {run_folder.resumption}" if run_folder.recipe.exists() else "nothing was trained yet"
+                f"continue with {run_folder.resume_command}"
+                if run_folder.recipe.exists()
+                else "nothing was trained yet"
             )
             raise Interrupted(f"interrupted; {advice}") from None
         except BrokenProcessPool:
             raise RunError(
-                f"{run_folder.path}: a training process died (out of memory?); continue with {run_folder.resumption}, "
+                f"{run_folder.path}: a training process died (out of memory?); continue with {run_folder.resume_command}, "
                 "perhaps with --set local.workers=1"
             ) from None
         shutil.rmtree(run_folder.path / "clients", ignore_errors=True)
