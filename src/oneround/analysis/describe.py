@@ -21,11 +21,11 @@ KEYS = "an exchange of public keys before the broadcast (32 bytes a site), and e
 
 @dataclass(frozen=True)
 class Method:
-    """One preset, described for a given network."""
+    """A preset, described for a given network."""
 
     recipe: Recipe
     own: Mapping[str, Any]
-    """What its file says, apart from what it extends."""
+    """The content of its file, without the preset it extends."""
     traffic: acts.Traffic
 
     @property
@@ -55,7 +55,7 @@ class Method:
 
     @property
     def needs(self) -> list[str]:
-        """What it asks for beyond one broadcast and one upload."""
+        """What it needs beyond one broadcast and one upload."""
         needs = [f"{self.recipe.rounds} rounds (not one-shot)"] if self.recipe.rounds > 1 else []
         if self.recipe.public:
             needs.append("public images")
@@ -65,7 +65,7 @@ class Method:
 
     @property
     def reveals(self) -> list[str]:
-        """What a site's upload discloses of its data."""
+        """What an upload discloses about the site's data."""
         counts = self.recipe.reveal.class_counts
         if self.recipe.secure:
             return [MASKED]
@@ -89,7 +89,7 @@ class Method:
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The method explained."""
+        """The description as text."""
         recipe, base = self.recipe, self.own.get("extends")
         differs = {key: value for key, value in self.own.items() if key not in ("about", "extends")}
         encoding = "whole numbers of 64 bits" if recipe.secure else recipe.upload.encoding
@@ -109,7 +109,7 @@ class Method:
         ]
 
     def _masks(self) -> str:
-        """What secure aggregation hides of the sums, or why it could not hide them."""
+        """What secure aggregation hides, or why it is not available."""
         if self.recipe.trains:
             return "secure aggregation of the sums is not available when networks are uploaded too: they disclose what masks would hide"
         if self.recipe.secure:
@@ -117,29 +117,39 @@ class Method:
         return f"with --set sums.secure=true --set reveal.class_counts=false {HIDES}"
 
     def _sent(self) -> str:
+        recipe = self.recipe
         parts = {
-            "initial weights": self.recipe.trains,
-            "anchors": self.recipe.alignment,
-            "feature bank": self.recipe.bank,
-            "reference features": self.recipe.reference,
-            "features or their seed": self.recipe.sums,
+            "initial weights": recipe.trains,
+            "anchors": recipe.alignment,
+            "feature bank": recipe.bank,
+            "reference features": recipe.reference,
+            "features or their seed": recipe.sums,
         }
-        return ", ".join(word for word, sent in parts.items() if sent)
+        return ", ".join(name for name, sent in parts.items() if sent)
 
     def _returned(self) -> str:
+        recipe, hidden = self.recipe, self.recipe.reveal.class_counts is False
         parts = {
-            "network": self.recipe.trains,
-            "sums of fixed features": self.recipe.sums and not self.recipe.secure,
-            "masked sums of fixed features and class counts": self.recipe.secure,
-            "class counts": not self.recipe.secure,
-            "statistics of the fusion rules": self.recipe.trains
-            and any(rule.discloses for rule in acts.rules_of(self.recipe)),
+            "network": recipe.trains,
+            "sums of fixed features": recipe.sums and not recipe.secure,
+            "masked sums of fixed features and class counts": recipe.secure,
+            "class counts": not hidden and not recipe.secure,
+            "number of samples": hidden and not recipe.secure,
+            "statistics of the fusion rules": recipe.trains and any(rule.discloses for rule in acts.rules_of(recipe)),
         }
-        return ", ".join(word for word, sent in parts.items() if sent)
+        return ", ".join(name for name, sent in parts.items() if sent)
 
 
 def describe(name: str, model: str, classes: int, public: int, overrides: Overrides = ()) -> Method:
-    """A preset by name or alias, with bytes counted for an encoder (its own, if it names one), that many classes and public images."""
+    """Describe a preset.
+
+    Args:
+        name: its name or alias.
+        model: the encoder that bytes are counted for, unless the preset names one.
+        classes: number of classes.
+        public: number of public images, where the method needs some.
+        overrides: recipe keys with their values.
+    """
     recipe = load(name, overrides)
     recipe = change(recipe, {"model.encoder": model}) if recipe.trains and recipe.model.encoder is None else recipe
     return Method(recipe, presets()[recipe.method], acts.traffic(recipe, classes, (3, 32, 32), public))
