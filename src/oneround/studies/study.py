@@ -1,6 +1,6 @@
-"""The same recipe over several partitions: which rule is better, and is the difference real?
+"""One recipe on several partitions: which rule is better, and is the difference significant?
 
-Rules are compared on the same uploads, partition by partition, so partition luck (±10 points at α = 0.05) cancels.
+Rules are compared on the same uploads, partition by partition, so that differences between partitions (±10 points at α = 0.05) cancel.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Study:
 
     @property
     def accuracies(self) -> dict[str, list[float]]:
-        """Percent over partitions: every rule, the clients alone, and the centralised bound."""
+        """Accuracies in percent, by partition: of every rule, the local models, and the centralised bound."""
         shares = [
             {**result.rules, **local_accuracy_summary(result.clients), CENTRAL: self.centralised}
             for result in self.results
@@ -92,7 +92,7 @@ def study(
 
 
 def _unmasked(recipe: Recipe) -> Recipe:
-    """The recipe for all data in one place, where there is nobody to mask with."""
+    """The recipe for all data in one place, without masks: these need at least two clients."""
     return change(recipe, {"sums.secure": False, "reveal.class_counts": True}) if recipe.secure else recipe
 
 
@@ -101,20 +101,20 @@ def _run_all(
 ) -> tuple[list[Result], float]:
     """The result of every run, and the accuracy of the centralised training."""
     data = plan.data
-    # Workers also take the centralised training, so there is work for a second core even when one client has most samples.
-    size = num_workers(plan.recipe.local, plan.traffic.parameters, len(plan.split.clients) + 1)
-    with WorkerPool(data.train, size, emit) as pool:
+    # One more job than clients: the same pool trains on all data, which keeps a second core busy even when one client has most samples.
+    workers = num_workers(plan.recipe.local, plan.traffic.parameters, len(plan.split.clients) + 1)
+    with WorkerPool(data.train, workers, emit) as pool:
         if not central.broadcast.exists():
             plan.prepare().write(central.broadcast)
         emit({"event": CENTRAL, "steps": plan.steps_of(len(data.train))})
         job = TrainJob(CENTRAL, np.arange(len(data.train)), central, plan.recipe.training.epochs, plan.recipe.local)
-        waiting = None if central.upload(CENTRAL).exists() else pool.submit(job)
+        training = None if central.upload(CENTRAL).exists() else pool.submit(job)
         results = []
         for run_folder, recipe in runs:
             tagged = partial(_tag, emit, recipe.seeds.partition)
             results.append(run(recipe, run_folder.path, data=data, resume=resume, emit=tagged, workers=pool))
-        if waiting is not None:
-            waiting.result()
+        if training is not None:
+            training.result()
         return results, _central_accuracy(central, plan)
 
 
@@ -126,7 +126,9 @@ def _central_accuracy(run_folder: RunFolder, plan: DealtPlan) -> float:
     broadcast = Broadcast.read(run_folder.broadcast)
     uploads = UploadFolder([run_folder.upload(CENTRAL)], broadcast, acts.statistics_of(broadcast))
     site = Site("server", local=plan.recipe.local)
-    summed = {} if plan.recipe.trains else {CENTRAL: acts.rules_of(plan.recipe)[0]}  # its own rule is the bound itself
+    rules = (
+        {} if plan.recipe.trains else {CENTRAL: acts.rules_of(plan.recipe)[0]}
+    )  # without a network the rule is scored
     with site.arithmetic(plan.traffic.parameters):
-        scores, clients, _ = score_uploads(summed, uploads, broadcast, plan.data.test, site)
+        scores, clients, _ = score_uploads(rules, uploads, broadcast, plan.data.test, site)
     return {**clients, **scores}[CENTRAL].accuracy

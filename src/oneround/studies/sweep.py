@@ -1,7 +1,7 @@
 """A grid of runs: methods × α × partitions × seeds × any recipe key; every cell is a run folder.
 
-What is done is skipped, what was begun is resumed, so a sweep can be stopped at any moment (or by its own time budget, between
-epochs) and started again. Cells run side by side on the machine's cores or GPUs, or as tasks of a Ray cluster.
+Finished cells are skipped and unfinished ones resumed, so a sweep can be stopped at any moment (or by its own time budget, between
+epochs) and started again. Cells run in parallel on the machine's cores or GPUs, or as tasks of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from oneround.runs.record import flat
 from oneround.simulate import run
 from oneround.training import Emit, silent
 
-MOST = 1000  # seeds in a range
+MOST_SEEDS = 1000  # in a range
 
 
-def _range(value: Any) -> Any:
-    """Seeds given as `1-5`, as a list."""
+def _seed_list(value: Any) -> Any:
+    """A range of seeds, `1-5`, as a list; anything else as it is."""
     match = re.fullmatch(r"(\d+)-(\d+)", value) if isinstance(value, str) else None
     if match is None:
         return value
     first, last = int(match[1]), int(match[2])
-    if not first <= last < first + MOST:
-        raise ValueError(f"{value} is no range of 1 to {MOST:,} seeds; give the first and the last, 1-5")
+    if not first <= last < first + MOST_SEEDS:
+        raise ValueError(f"{value} is no range of 1 to {MOST_SEEDS:,} seeds; give the first and the last, 1-5")
     return list(range(first, last + 1))
 
 
-def _different(values: list[Any]) -> list[Any]:
-    """Refuse a value that is there twice."""
+def _distinct(values: list[Any]) -> list[Any]:
+    """Refuse a repeated value."""
     for value in values:
         if values.count(value) > 1:
             raise ValueError(f"names {value} twice")
@@ -59,9 +59,9 @@ def _different(values: list[Any]) -> list[Any]:
 
 
 T = TypeVar("T")
-Different = Annotated[list[T], AfterValidator(_different)]
-Values = Annotated[Different[T], Field(min_length=1)]
-Seeds = Annotated[Values[Seed], BeforeValidator(_range)]
+Distinct = Annotated[list[T], AfterValidator(_distinct)]
+Values = Annotated[Distinct[T], Field(min_length=1)]
+Seeds = Annotated[Values[Seed], BeforeValidator(_seed_list)]
 
 
 class Grid(Strict):
@@ -69,7 +69,7 @@ class Grid(Strict):
 
     methods: Values[str]
     """Presets by name or alias, or recipe files."""
-    alpha: Different[Annotated[float, Field(gt=0)]] = Field(default=[])
+    alpha: Distinct[Annotated[float, Field(gt=0)]] = Field(default=[])
     """Values of partition.alpha; default: each recipe's own."""
     partitions: Seeds = Field(default=[1])
     """Partition seeds: a list, or `1-5`."""
@@ -86,12 +86,12 @@ class Cell:
     """One run of the grid."""
 
     name: str
-    """Its folder within the sweep's."""
+    """Its folder, relative to that of the sweep."""
     recipe: Recipe
 
 
 def read_grid(path: str | PathLike[str]) -> dict[str, Any]:
-    """The content of a sweep's YAML file, checked; the command line may add to it."""
+    """The checked content of a sweep's YAML file; the command line may add to it."""
     path = Path(path)
     raw = read_mapping(path, "a sweep is a YAML mapping (methods: [...], partitions: 1-5, …)")
     with _naming(path):
@@ -101,7 +101,7 @@ def read_grid(path: str | PathLike[str]) -> dict[str, Any]:
 
 @contextmanager
 def _naming(name: str | Path) -> Iterator[None]:
-    """Prefix every line of an error with the file or preset it is about."""
+    """Prefix every line of a RecipeError with the file or preset that it is about."""
     try:
         yield
     except RecipeError as error:
@@ -110,7 +110,7 @@ def _naming(name: str | Path) -> Iterator[None]:
 
 
 def cells(grid: Grid, local: Overrides = ()) -> list[Cell]:
-    """Every combination, methods varying fastest: after each partition all methods can be compared."""
+    """Every combination; methods vary fastest, so that after each partition all methods can be compared."""
     varied: dict[str, list[Any]] = {**({"partition.alpha": grid.alpha} if grid.alpha else {}), **grid.grid}
     combinations = list(itertools.product(*([(key, value) for value in values] for key, values in varied.items())))
     local = list(pairs(local))
@@ -119,7 +119,7 @@ def cells(grid: Grid, local: Overrides = ()) -> list[Cell]:
         seeds = [("seeds.partition", partition), ("seeds.initialisation", seed), ("seeds.training", seed)]
         with _naming(method):
             recipe = load(method, [*grid.set.items(), *changed, *seeds, *local])
-        parts = [Path(method).stem, *(f"{key.split('.')[-1]}={_word(value)}" for key, value in changed)]
+        parts = [Path(method).stem, *(f"{key.split('.')[-1]}={_file_name(value)}" for key, value in changed)]
         run_name = f"partition_{partition}" + (f"_seed_{seed}" if len(grid.seeds) > 1 else "")
         name = f"{'_'.join(parts)}/{run_name}"
         if name in methods:
@@ -129,16 +129,17 @@ def cells(grid: Grid, local: Overrides = ()) -> list[Cell]:
     return grid_cells
 
 
-def _word(value: Any) -> str:
+def _file_name(value: Any) -> str:
     return re.sub(r"[^\w.+-]+", "-", str(value))
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a sweep."""
+    """Names of the finished, failed and remaining cells of a sweep."""
 
     done: tuple[str, ...]
     failed: Mapping[str, str]
+    """Name → error message."""
     left: tuple[str, ...]
 
 
@@ -151,16 +152,20 @@ def sweep(
     ray: str | None = None,
     emit: Emit = silent,
 ) -> Progress:
-    """Run the cells that are not done yet. A cell that fails raises nothing: it is reported, and the others go on."""
+    """Run the cells that are not finished. A cell that fails is reported, and the others go on."""
     if minutes is not None and not minutes > 0:
         raise RecipeError(f"--minutes {minutes}: must be a number above 0")
     folder = Path(folder)
     deadline = time.time() + 60 * minutes if minutes else None
-    waiting = [cell for cell in grid_cells if not RunFolder(folder / cell.name).result.exists()]
+
+    def is_done(cell: Cell) -> bool:
+        return RunFolder(folder / cell.name).result.exists()
+
+    waiting = [cell for cell in grid_cells if not is_done(cell)]
     emit({"event": "sweep", "cells": len(grid_cells), "done": len(grid_cells) - len(waiting)})
     failed: dict[str, str] = {}
-    for cell in grid_cells:  # before anything trains: a mistake in the last cell should not show after an hour
-        _check(cell, folder)
+    for cell in grid_cells:  # before anything trains, so that a mistake in the last cell shows at once
+        _check_folder(cell, folder)
     _loaded.clear()
     with _on_ray(ray) if ray else _on_this_machine(workers, waiting, emit) as (submit, width):
         queue = iter(waiting)
@@ -173,13 +178,13 @@ def sweep(
                 break
             for task in wait(running, return_when=FIRST_COMPLETED).done:
                 _record_outcome(task, running.pop(task), failed, emit)
-    done = tuple(cell.name for cell in grid_cells if RunFolder(folder / cell.name).result.exists())
+    done = tuple(cell.name for cell in grid_cells if is_done(cell))
     left = tuple(cell.name for cell in grid_cells if cell.name not in done and cell.name not in failed)
     return Progress(done, failed, left)
 
 
-def _check(cell: Cell, folder: Path) -> None:
-    """Refuse a cell whose folder holds a run of another recipe, done or begun."""
+def _check_folder(cell: Cell, folder: Path) -> None:
+    """Refuse a cell whose folder holds a run of another recipe, finished or not."""
     run_folder = RunFolder(folder / cell.name)
     if not run_folder.recipe.exists():
         return
@@ -209,12 +214,12 @@ def _record_outcome(task: Future[dict[str, float]], name: str, failed: dict[str,
         emit({"event": "cell", "name": name, "state": "done", "accuracy": accuracy})
 
 
-def work(
+def run_cell(
     cell: Cell, folder: Path, deadline: float | None, emit: Emit = silent, device: str | None = None
 ) -> dict[str, float]:
-    """Run one cell, in whatever process; returns the accuracy of every rule.
+    """Run one cell in this process; returns the accuracy of every rule.
 
-    Its clients train one after another: the other cores have cells of their own.
+    Its clients train one after another, since the other cores run other cells.
     """
     device = device if cell.recipe.local.device == "auto" else None
     recipe = change(cell.recipe, {"local.workers": 1} | ({} if device is None else {"local.device": device}))
@@ -226,7 +231,7 @@ _loaded: dict[tuple[str, Path | None], Dataset] = {}
 
 
 def _data(recipe: Recipe) -> Dataset:
-    """The data set of a recipe, read once per process; one at a time."""
+    """The data set of a recipe; the process keeps the last one."""
     key = json.dumps(recipe.data.dump(), sort_keys=True), recipe.local.data_path
     if key not in _loaded:
         _loaded.clear()
@@ -241,31 +246,31 @@ Submit = Callable[[Cell, Path, float | None], "Future[dict[str, float]]"]
 
 @contextmanager
 def _on_this_machine(workers: int | None, waiting: Sequence[Cell], emit: Emit) -> Iterator[tuple[Submit, int]]:
-    """Processes on this machine: one per GPU, or one per core each training with one thread."""
+    """Processes on this machine: one per GPU, or one per core."""
     gpus = torch.cuda.device_count() if any(cell.recipe.local.device == "auto" for cell in waiting) else 0
     width = max(1, min(workers or gpus or os.cpu_count() or 1, len(waiting)))
     processes = forked_from(__name__)
     devices = processes.SimpleQueue()
     for number in range(width):
         devices.put(f"cuda:{number % gpus}" if gpus else None)
-    with worker_pool(width, processes, emit, _begin, devices) as pool, hidden_main():
-        yield lambda cell, folder, deadline: pool.submit(_work_here, cell, folder, deadline), width
+    with worker_pool(width, processes, emit, _begin_worker, devices) as pool, hidden_main():
+        yield lambda cell, folder, deadline: pool.submit(_run_cell_here, cell, folder, deadline), width
 
 
 _device: str | None = None
 _emit: Emit = silent
 
 
-def _begin(events: Any, devices: Any) -> None:
-    """First call in a worker process."""
+def _begin_worker(events: Any, devices: Any) -> None:
+    """The first call in a worker process."""
     global _device, _emit
     begin_worker()
     _device, _emit = devices.get(), events.put
 
 
-def _work_here(cell: Cell, folder: Path, deadline: float | None) -> dict[str, float]:
-    """`work` on this worker's device; events name the cell."""
-    return work(cell, folder, deadline, lambda event: _emit({**event, "cell": cell.name}), _device)
+def _run_cell_here(cell: Cell, folder: Path, deadline: float | None) -> dict[str, float]:
+    """`run_cell` on this worker's device; events name the cell."""
+    return run_cell(cell, folder, deadline, lambda event: _emit({**event, "cell": cell.name}), _device)
 
 
 @contextmanager
@@ -279,7 +284,7 @@ def _on_ray(address: str) -> Iterator[tuple[Submit, int]]:
     try:
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         gpus = int(resources.get("GPU", 0))
-        task = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_retries=0)(work)
+        task = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_retries=0)(run_cell)
         yield (
             lambda cell, folder, deadline: task.remote(cell, folder.resolve(), deadline).future(),
             max(1, gpus or int(resources["CPU"])),
