@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from oneround.analysis.tables import methods_sheet
 from oneround.config.load import checked
 from oneround.errors import RecipeError
 from oneround.runs.archive import find_runs
-from oneround.studies.sweep import Grid, cells, read_grid, sweep
+from oneround.studies.sweep import Grid, _record_outcome, cells, read_grid, sweep
+from oneround.training import silent
 
 SMALL: dict[str, Any] = {
     "model.encoder": {"kind": "cnn", "width": 4}, "training.batch_size": 64, "training.epochs": 4, "snapshots": 2, "partition.clients": 3,
@@ -236,3 +238,14 @@ def test_on_a_ray_cluster(undisturbed: Path, tmp_path: Path) -> None:
     found = {path.relative_to(tmp_path / "ray"): json.loads(path.read_text()) for path in tmp_path.rglob("result.json")}
     assert len(found) == 2
     assert all(result == json.loads((undisturbed / path).read_text()) for path, result in found.items())
+
+
+def test_a_cell_that_fails_on_ray_is_reported_in_one_line() -> None:
+    """Ray raises an error that is also of the cause's type, with the whole traceback as its message."""
+    from ray.exceptions import RayTaskError
+
+    task, failed = Future[dict[str, float]](), dict[str, str]()
+    raised = RayTaskError("run_cell", "Traceback: …\n  line 1\n  line 2", RecipeError("x = 3: must be ≤ 2"))
+    task.set_exception(raised.as_instanceof_cause())
+    _record_outcome(task, "a/partition_1", failed, silent)
+    assert failed == {"a/partition_1": "x = 3: must be ≤ 2"}

@@ -204,8 +204,8 @@ def _record_outcome(task: Future[dict[str, float]], name: str, failed: dict[str,
     except OutOfTime:
         emit({"event": "cell", "name": name, "state": "stopped"})
     except OneroundError as error:
-        failed[name] = str(error)
-        emit({"event": "cell", "name": name, "state": "failed", "text": str(error)})
+        failed[name] = str(getattr(error, "cause", error))  # Ray's own message is the traceback of the task
+        emit({"event": "cell", "name": name, "state": "failed", "text": failed[name]})
     except BrokenProcessPool:
         raise RunError(
             "a worker of the sweep died (out of memory?); the same command goes on where it was, perhaps with fewer --workers"
