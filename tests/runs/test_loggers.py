@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from conftest import small_recipe
 from oneround.data import Dataset
+from oneround.errors import RunError
+from oneround.runs.loggers import open_loggers
 from oneround.simulate import run
 
 
@@ -35,3 +38,21 @@ def test_metrics_go_to_tensorboard_and_mlflow_too(
         and kept.data.params["method"] == "fafi"
     )
     assert [entry.step for entry in client.get_metric_history(kept.info.run_id, "client_000/loss")] == [1, 2]
+
+
+def test_a_run_that_fails_does_not_stay_running_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    recipe, client, states = (
+        small_recipe(local__sinks=["mlflow"]),
+        MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}"),
+        [],
+    )
+    for error in (RunError("stopped"), KeyboardInterrupt(), None):
+        with suppress(RunError, KeyboardInterrupt), open_loggers(recipe, tmp_path):
+            states.append(client.get_run((tmp_path / "mlflow_run").read_text()).info.status)
+            if error is not None:
+                raise error
+        states.append(client.get_run((tmp_path / "mlflow_run").read_text()).info.status)
+    assert states == ["RUNNING", "FAILED"] * 2 + ["RUNNING", "FINISHED"], "a resumed run goes on in the same one"

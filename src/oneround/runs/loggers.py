@@ -75,11 +75,16 @@ def _mlflow(recipe: Recipe, folder: Path) -> Iterator[Logger]:
     id_file = folder / "mlflow_run"  # a resumed run continues the same MLflow run
     if id_file.is_file():
         run_id = id_file.read_text()
+        client.update_run(run_id, "RUNNING")
     else:
         run_id = client.create_run(experiment, run_name=folder.name).info.run_id
         for key, value in (("method", recipe.method), ("recipe_digest", recipe.digest), ("folder", str(folder))):
             client.log_param(run_id, key, value)
         id_file.write_text(run_id)
 
-    yield lambda name, value, epoch: client.log_metric(run_id, name, value, step=epoch)
+    try:
+        yield lambda name, value, epoch: client.log_metric(run_id, name, value, step=epoch)
+    except BaseException:
+        client.set_terminated(run_id, "FAILED")
+        raise
     client.set_terminated(run_id)
