@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib import rcParams
+from matplotlib.figure import Figure
 
 from oneround.data import Dataset, partitions
 from oneround.errors import OneroundError
@@ -71,5 +73,22 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
 
 def test_an_error_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"file/a\.png"):
+    with pytest.raises(OSError, match=r"/file'"):
         draw_accuracy({"iffi": [{1: 0.5}]}, tmp_path / "file" / "a.png", "t")
+    (tmp_path / "a.png").mkdir()
+    with pytest.raises(OSError, match=r"/a\.png"):
+        draw_accuracy({"iffi": [{1: 0.5}]}, tmp_path / "a.png", "t")
+
+
+def test_an_interrupted_picture_is_not_there_and_is_drawn_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(figure: Figure, target: Path | io.BytesIO, **_: object) -> None:
+        with target.open("wb") if isinstance(target, Path) else target as file:
+            file.write(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Figure, "savefig", interrupted)
+        draw_accuracy({"iffi": [{1: 0.5}]}, tmp_path / "a.png", "t")
+    assert list(tmp_path.iterdir()) == []

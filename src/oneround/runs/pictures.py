@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
@@ -11,6 +12,7 @@ import numpy as np
 
 from oneround.data import Split
 from oneround.errors import OneroundError
+from oneround.files import write_durably
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,12 +28,9 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:  # a full disk does not say where
-        if error.errno is not None:
-            error.filename = str(path)
-        raise
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:].lower(), dpi=150)
+    write_durably(path, content.getvalue())
 
 
 def picture_file(path: Path, name: str) -> Path:
