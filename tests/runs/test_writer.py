@@ -16,6 +16,7 @@ from oneround.config.recipe import Recipe
 from oneround.data import Dataset
 from oneround.evaluate import Score, Scores
 from oneround.global_model import GlobalModel
+from oneround.runs import pictures
 from oneround.runs.folder import RunFolder
 from oneround.runs.log import MetricsLog
 from oneround.runs.writer import RunWriter, Snapshot
@@ -124,3 +125,17 @@ def test_a_log_with_nothing_but_a_torn_line_is_begun_again(recipe: Recipe, tmp_p
     RunWriter(folder, {rule.label: rule for rule in acts.rules_of(recipe)})
     folder.metrics.append([event])
     assert list(folder.metrics) == [event]
+
+
+@pytest.mark.slow
+def test_killed_while_its_picture_is_drawn_a_run_is_not_finished(
+    recipe: Recipe, digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(pictures, "draw_accuracy", killed)
+        run(recipe, tmp_path, data=digits)
+    run(recipe, tmp_path, data=digits, resume=True)
+    assert (tmp_path / "accuracy.png").is_file()

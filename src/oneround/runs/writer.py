@@ -142,7 +142,7 @@ class RunWriter:
         return model
 
     def finish(self, snapshot: Snapshot, facts: Facts, site: Site, test: Images) -> Result:
-        """Write the model, then `result.json`, which marks the run as finished."""
+        """Write the model, the picture and at last `result.json`, which marks the run as finished."""
         uploads, scores, broadcast = snapshot.uploads, snapshot.scores, snapshot.uploads.broadcast
         epoch, personal = self._finish_model(snapshot, site), dict[str, dict[str, float | None]]()
         remarks = [*facts.remarks]
@@ -166,11 +166,11 @@ class RunWriter:
             "clients": {name: score.plain() for name, score in scores.clients.items()},
             "personalised": personal,
         }
-        self.folder.write_json("result.json", result)
         if self.measured.curves:
             curves = {name: [curve] for name, curve in self.measured.curves.items()}
             title = f"{broadcast.recipe.method} on {facts.data}"
             pictures.draw_accuracy(curves, self.folder.path / "accuracy.png", title)
+        self.folder.write_json("result.json", result)
         return Result.of(RunRecord(self.folder.path, measurements=self.measured, result=result))
 
     def _finish_model(self, snapshot: Snapshot, site: Site) -> int:
