@@ -5,8 +5,8 @@
     oneround compare results/cifar10_anchor_family.json --common --method v4 --method v5 --method v6
 
 The server keeps a tenth of the images in every run, also where the method does not need it, so that all methods see the same
-partitions. Several runs share the device (--workers). What is done is not done again: runs are resumed from --runs, and what
-the record --out already holds is kept. `oneround compare` reads the record.
+partitions. Several runs share the device (--workers). Finished cells are not repeated: runs are
+resumed from --runs, and the record --out keeps its runs. `oneround compare` reads the record.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def recipe_of(cell: Cell, overrides: list[tuple[str, Any]]) -> Recipe:
 
 
 def identity(keys: Mapping[str, Any]) -> str:
-    """What makes two runs the same cell: everything asked for, save what follows from the data or is only looked at."""
+    """Identifies the cell of a run: all keys but those that follow from the data or only observe."""
     ignored = ("model.", "training.augment.flip", "trace.", "safeguards.", "validation", "evaluation.")
     return json.dumps({key: value for key, value in sorted(keys.items()) if not key.startswith(ignored)})
 

@@ -31,7 +31,7 @@ from oneround.runs.environment import environment
 from oneround.runs.folder import RunFolder
 from oneround.simulate import run
 from oneround.site import Site
-from study import beside, check_alike, measured_on, together
+from study import check_alike, measured_on, merge_environments, sibling
 
 ENCODINGS = ("fp32", "fp16", "int8")
 UNRECORDED = ("data_dir", "out", "runs", "join")
@@ -67,8 +67,8 @@ def main() -> None:
     text = table(figures)
     print(text)
     if options.out:
-        write_json(beside(options.out, ".json"), figures)
-        beside(options.out, ".md").write_text(text + "\n")
+        write_json(sibling(options.out, ".json"), figures)
+        sibling(options.out, ".md").write_text(text + "\n")
 
 
 def joined(paths: list[Path]) -> Figures:
@@ -80,11 +80,13 @@ def joined(paths: list[Path]) -> Figures:
     measured = {(one["alpha"], one["partition"]): one for record in records for one in record["measured"]}
     alphas = sorted({float(alpha) for alpha, _ in measured})
     described = {**settings[0], "alpha": ", ".join(map(str, alphas)), "partitions": len(measured)}
-    return summary(list(measured.values()), described, together([record["environment"] for record in records]))
+    return summary(
+        list(measured.values()), described, merge_environments([record["environment"] for record in records])
+    )
 
 
 def of_runs(runs: list[Path], data_dir: str | None) -> Figures:
-    """Of runs that are finished."""
+    """Score finished runs."""
     recipes = [change(load(str(run / "recipe.yaml"), []), {"local.data_path": data_dir}) for run in runs]
     recipe, data = recipes[0], load_dataset(recipes[0].data, recipes[0].local.data_path)
     alphas = sorted({one.partition.alpha for one in recipes})
@@ -137,7 +139,7 @@ def measure(recipe: Recipe, data: Dataset) -> Measured:
 
 
 def scored(done: Path, recipe: Recipe, data: Dataset) -> Measured:
-    """The same of a finished run."""
+    """The same for a finished run."""
     run_folder = RunFolder(done)
     trained, broadcast = list(run_folder.uploads()), Broadcast.read(run_folder.broadcast)
     site = Site("server", local=recipe.local)
@@ -151,7 +153,7 @@ def scored(done: Path, recipe: Recipe, data: Dataset) -> Measured:
 def encoded(
     trained: list[Upload], broadcast: Broadcast, encoding: str, data: Dataset, site: Site, folder: Path
 ) -> dict[str, object]:
-    """As if these uploads had been sent in that encoding: written, read, scored."""
+    """Score these uploads in another encoding: write them, read them and score them."""
     federated = broadcast.recipe.model_copy(
         update={"upload": broadcast.recipe.upload.model_copy(update={"encoding": encoding})}
     )
@@ -169,7 +171,7 @@ def encoded(
 
 
 def table(figures: Figures) -> str:
-    """Points lost (−) or won per rule: mean over partitions, and the worst of them."""
+    """Change of accuracy in points, by encoding and rule: the mean over partitions and the worst partition."""
     settings, cost = figures["settings"], figures["cost_in_points"]
     rules = list(cost["fp16"])
     lines = [

@@ -13,7 +13,7 @@ same partitions, start from the same weights and use the same teacher:
     alone         no exchange: every client trains as long on its own images
     pooled        the student on all clients' images in one place
     single        MergeNet on one machine: all images, student and teacher side by side
-What is done is not done again: runs are resumed from --runs, and what OUT.json holds is kept.
+Finished cells are not repeated: runs are resumed from --runs, and OUT.json keeps its cells.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 from common import markdown_head, markdown_row
 from oneround.analysis.statistics import paired
-from oneround.analysis.terminal import difference_in_words
+from oneround.analysis.terminal import format_difference
 from oneround.config.load import load, parse_override
 from oneround.config.parts import slot
 from oneround.config.recipe import Recipe
@@ -41,7 +41,7 @@ from oneround.runs.log import MetricsLog
 from oneround.server.plan import DealtPlan
 from oneround.simulate import run
 from oneround.site import Site, choose_device
-from study import Cell, Record, Study, already, arguments, in_words
+from study import Cell, Record, Study, arguments, format_mean, only_pages
 
 METHODS = ("fused", "fused, unscaled", "fedavg", "taught", "alone", "pooled", "single")
 KEYS = ("method", "alpha", "seed")
@@ -166,8 +166,8 @@ def _table(cells: list[Record], rounds: int) -> list[str]:
         both = [(cell, base[cell["seed"]]) for cell in mine if cell["seed"] in base and method != "fedavg"]
         against = _difference(both)
         lines.append(markdown_row([
-            method, in_words([100 * cell["accuracy"] for cell in mine]), against,
-            in_words([100 * max(each["accuracy"] for each in cell["rounds"]) for cell in mine]),
+            method, format_mean([100 * cell["accuracy"] for cell in mine]), against,
+            format_mean([100 * max(each["accuracy"] for each in cell["rounds"]) for cell in mine]),
             *(("–", "–") if method == "alone" else (f"{statistics.mean(100 * each['top5'] for each in last):.1f}", f"{statistics.mean(each['loss'] for each in last):.3f}")),
             *(_reached(mine, threshold) for threshold in THRESHOLDS),
             f"{100 * statistics.mean(list(cell['clients_spread'].values())[-1] for cell in mine):.1f}",
@@ -193,7 +193,7 @@ def _difference(both: list[tuple[Record, Record]]) -> str:
         return ""
     if len(both) == 1:
         return f"{mine[0] - theirs[0]:+.1f} (one seed)"
-    return difference_in_words(paired(mine, theirs))
+    return format_difference(paired(mine, theirs))
 
 
 def _answers(cells: list[Record]) -> list[str]:
@@ -254,7 +254,7 @@ def options_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = options_of()
-    if already(options, KEYS, page):
+    if only_pages(options, KEYS, page):
         return
     setting = {
         "data": options.data, "student": _name(options.student), "teacher": _name(options.teacher), "clients": options.clients,
@@ -269,10 +269,10 @@ def main() -> None:
     cells += [(method, alpha, options.seeds[0]) for alpha in others for method in many]
     cells += [(method, first, options.seeds[0]) for method in once]
     study = Study(options, KEYS, setting, page)
-    study.go_on(cells, lambda cell, deadline: measure(cell, options, data, deadline), in_brief)
+    study.measure_missing(cells, lambda cell, deadline: measure(cell, options, data, deadline), summary_of)
 
 
-def in_brief(done: Record) -> str:
+def summary_of(done: Record) -> str:
     return f"{100 * done['accuracy']:.1f} %, its teacher {100 * done['teacher']:.1f} % ({done['seconds']:.0f} s)"
 
 

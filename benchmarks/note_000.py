@@ -11,7 +11,7 @@ scored twice:
     evaluation     batch norm uses the running statistics of training, as a deployed model does
     transductive   batch norm uses the statistics of the test batch: 256 shuffled test images, a short last batch joined to the one
                    before; running statistics stay as they are. The note's numbers were made this way.
-What is done is not done again: clients resume from their states in --runs, and what OUT.json holds is kept.
+Finished cells are not repeated: clients resume from their states in --runs, and OUT.json keeps its cells.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from common import markdown_head, markdown_row
 from oneround import acts
 from oneround.analysis.statistics import Summary, paired
-from oneround.analysis.terminal import difference_in_words
+from oneround.analysis.terminal import format_difference
 from oneround.config.load import load, parse_override
 from oneround.config.recipe import Recipe
 from oneround.data import Dataset, Images, load_dataset
@@ -40,7 +40,7 @@ from oneround.protocol import Broadcast, Upload
 from oneround.seeds import generator
 from oneround.server.plan import DealtPlan
 from oneround.site import Site
-from study import Cell, Record, Study, already, arguments
+from study import Cell, Record, Study, arguments, only_pages
 
 METHODS = {"V4": "fafi", "V5": "bank"}
 KINDS = {"dirichlet-overlap": "clients share samples", "dirichlet": "disjoint clients"}
@@ -350,7 +350,7 @@ def _each(values: Sequence[float]) -> str:
 
 def _signed(difference: Summary) -> str:
     each = f" ({' '.join(f'{value:+.1f}' for value in difference.values)})" if len(difference.values) > 1 else ""
-    return difference_in_words(difference) + each
+    return format_difference(difference) + each
 
 
 def _modes(pairs: Pairs, kinds: Sequence[str]) -> list[str]:
@@ -428,13 +428,13 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--epochs", type=int, nargs="+", default=list(EPOCHS), help="snapshots; the last ends training")
     options = parser.parse_args()
-    if already(options, KEYS, page):
+    if only_pages(options, KEYS, page):
         return
     study = Study(options, KEYS, {"data": options.data, "epochs": options.epochs, "batch": BATCH}, page)
-    study.go_on(cells_of(options), Snapshots(options).measure, in_brief)
+    study.measure_missing(cells_of(options), Snapshots(options).measure, summary_of)
 
 
-def in_brief(entry: Record) -> str:
+def summary_of(entry: Record) -> str:
     scores = ", ".join(f"{mode} {100 * value:.1f}" for mode, value in entry["accuracy"].items())
     return f"{scores} ({entry['seconds']:.0f} s)"
 

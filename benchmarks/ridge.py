@@ -102,7 +102,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         images_summed += int(mine.samples) // recipe.sums.copies
         for key, how in variants.items():
             totals[key].include(sums.unpacked(sums.packed(mine, how), device))
-    # The clients' images are in the sums; now what was held back, and the test images, are looked at.
+    # The sums of all clients are complete; now the validation and the test images are used.
     validation = data.train.take(plan.split.validation[: options.samples] if options.samples else plan.split.validation)
     tests = {"validation": validation, "test": data.test}
     answers = {part: in_batches(features, images, device, mean, std) for part, images in tests.items()}
@@ -199,13 +199,13 @@ def main() -> None:
         return
     from oneround.runs.environment import environment
     from oneround.site import choose_device
-    from study import beside
+    from study import sibling
 
     if options.render:
-        beside(options.render, ".md").write_text(render(json.loads(options.render.read_text())))
+        sibling(options.render, ".md").write_text(render(json.loads(options.render.read_text())))
         return
     started = time.monotonic()
-    record_file = beside(options.out, ".json")
+    record_file = sibling(options.out, ".json")
     earlier: dict[str, Any] = json.loads(record_file.read_text()) if record_file.exists() else {"designs": {}}
     machine = environment(choose_device(options.device))
     command_line = [f"--data {options.data}", f"--device {options.device}", *(["--quick"] if options.quick else [])]
@@ -225,11 +225,11 @@ def main() -> None:
             continue
         record["designs"][name] = {**measured, "commit": machine["commit"]}
         write_json(record_file, record)
-        beside(options.out, ".md").write_text(render(record))
+        sibling(options.out, ".md").write_text(render(record))
         scores = measured["accuracy"].items()
         accuracies = (f"{how} {100 * each['test']:.2f} ({each['bytes'] / 1e6:.0f} MB)" for how, each in scores)
         print(f"{name}: {', '.join(accuracies)}", flush=True)
-    print(f"{len(record['designs'])} of {len(DESIGNS)} designs; {beside(options.out, '.md')}")
+    print(f"{len(record['designs'])} of {len(DESIGNS)} designs; {sibling(options.out, '.md')}")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@
 
 Experts are trained by FAFI, by FAFI with entropy-weighted anchors, and by cross-entropy alone; every snapshot (each tenth of the
 training) is scored, because better-fitted clients are not always better uploads. Temperature, trust, β and η are chosen on a
-tenth of every client's images that is held back from training. What is done is not done again: runs are resumed from --runs,
-and what OUT.json holds is kept.
+tenth of every client's images that is held back from training. Finished cells are not repeated: runs are resumed from --runs,
+and OUT.json keeps its cells.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import statistics
 
 from common import markdown_head, markdown_row
 from oneround.analysis.statistics import paired
-from oneround.analysis.terminal import difference_in_words
+from oneround.analysis.terminal import format_difference
 from oneround.config.load import load, parse_override
 from oneround.errors import OutOfTime
 from oneround.runs.result import Result
 from oneround.simulate import run
-from study import Cell, Record, Study, already, arguments, in_words
+from study import Cell, Record, Study, arguments, format_mean, only_pages
 
 EXPERTS = {"fafi": "routed", "entropy-λ": "routed-entropy", "cross-entropy": "routed-ce"}
 ROUTED = ("routed", "routed posterior=typicality")
@@ -91,7 +91,7 @@ def _ways(cells: list[Record]) -> list[str]:
             ours, theirs = (
                 [100 * by_cell[alpha, kind, seed]["rules"][rule] for seed in seeds] for kind in (experts, "fafi")
             )
-            row.append(difference_in_words(paired(ours, theirs)))
+            row.append(format_difference(paired(ours, theirs)))
         lines.append(markdown_row(row))
     return lines
 
@@ -113,10 +113,10 @@ def _table(cells: list[Record]) -> list[str]:
     lines = markdown_head(["rule", "accuracy", "at the snapshot validation chose", *against])
     for rule in (*ROUTED, *ALONE):
         values = [100 * cell["rules"][rule] for cell in cells]
-        row = [rule, in_words(values), in_words([100 * cell["chosen"][rule] for cell in cells])]
+        row = [rule, format_mean(values), format_mean([100 * cell["chosen"][rule] for cell in cells])]
         for base in ALONE:
             theirs = [100 * cell["rules"][base] for cell in cells]
-            row.append(difference_in_words(paired(values, theirs)) if base != rule and len(values) > 1 else "")
+            row.append(format_difference(paired(values, theirs)) if base != rule and len(values) > 1 else "")
         lines.append(markdown_row(row))
     return lines
 
@@ -128,14 +128,14 @@ def main() -> None:
     parser.add_argument("--partitions", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--epochs", type=int, default=50)
     options = parser.parse_args()
-    if already(options, KEYS, page):
+    if only_pages(options, KEYS, page):
         return
     cells = [(a, e, s) for e in options.experts for a in options.alphas for s in options.partitions]
     study = Study(options, KEYS, {"data": options.data, "epochs": options.epochs}, page)
-    study.go_on(cells, lambda cell, deadline: measure(cell, options, deadline), in_brief)
+    study.measure_missing(cells, lambda cell, deadline: measure(cell, options, deadline), summary_of)
 
 
-def in_brief(done: Record) -> str:
+def summary_of(done: Record) -> str:
     return ", ".join(f"{name} {100 * value:.1f}" for name, value in done["rules"].items())
 
 

@@ -26,7 +26,7 @@ from oneround.runs.folder import RunFolder
 from oneround.server.plan import DealtPlan
 from oneround.simulate import run
 from oneround.site import choose_device
-from study import beside, measured_on
+from study import measured_on, sibling
 
 TEACHER = "typicality-gated"
 OVERRIDES = {
@@ -57,8 +57,8 @@ def main() -> None:
     }  # fmt: skip
     print(table(figures))
     if options.out:
-        write_json(beside(options.out, ".json"), figures)
-        beside(options.out, ".md").write_text(table(figures) + "\n")
+        write_json(sibling(options.out, ".json"), figures)
+        sibling(options.out, ".md").write_text(table(figures) + "\n")
 
 
 def measure(seed: int) -> Measured:

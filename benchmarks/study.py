@@ -1,4 +1,4 @@
-"""What long measurements share: cells measured one after another, kept in OUT.json as they are done, and a page made of them."""
+"""Long measurements: cells that are measured one after another and kept in the record OUT.json, and the page of a record."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from oneround.site import choose_device
 Cell = tuple[Any, ...]
 Record = dict[str, Any]
 UNRECORDED = ("--data-dir", "--runs", "--out", "--minutes")
-"""Arguments that say where and how long; the others say what."""
+"""Arguments that are no part of what is measured."""
 
 
 def arguments(doc: str | None, name: str) -> argparse.ArgumentParser:
-    """Those that every study has."""
+    """A parser with the arguments that all studies have."""
     parser = parser_of(doc)
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--data-dir")
@@ -37,7 +37,7 @@ def arguments(doc: str | None, name: str) -> argparse.ArgumentParser:
 
 
 class Study:
-    """A record that is added to, cell by cell; `keys` of an entry name its cell, `setting` must be the same for all."""
+    """A record that grows cell by cell; an entry's values of `keys` identify its cell, `setting` is the same for all."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Study:
     ) -> None:
         self.keys, self.setting, self.page = keys, setting, page
         self.deadline = time.time() + 60 * options.minutes
-        self.record_file = beside(options.out, ".json")
+        self.record_file = sibling(options.out, ".json")
         self.machine = environment(choose_device("auto"))
         earlier = json.loads(self.record_file.read_text()) if self.record_file.exists() else {"cells": []}
         other = next((key for key, value in setting.items() if earlier.get(key, value) != value), None)
@@ -57,13 +57,13 @@ class Study:
         self.commands = [command for command in commands_of(earlier) if command != command_line()]
         self.entries = {tuple(entry[key] for key in keys): entry for entry in earlier["cells"]}
 
-    def go_on(
+    def measure_missing(
         self,
         cells: Sequence[Cell],
         measure: Callable[[Cell, float], Record | None],
-        in_brief: Callable[[Record], str],
+        summary_of: Callable[[Record], str],
     ) -> None:
-        """Measure what is missing; `measure` gives None when its deadline passes before the end."""
+        """Measure the missing cells; `measure` returns None if its deadline passes before it is finished."""
         for cell in cells:
             if cell in self.entries or time.time() >= self.deadline:
                 continue
@@ -72,10 +72,10 @@ class Study:
                 break
             named = dict(zip(self.keys, cell, strict=True))
             self.entries[cell] = {**named, **done, "commit": self.machine["commit"]}
-            print(f"{', '.join(f'{key} {value}' for key, value in named.items())}: {in_brief(done)}", flush=True)
+            print(f"{', '.join(f'{key} {value}' for key, value in named.items())}: {summary_of(done)}", flush=True)
             self._keep()
         done_of_these = sum(cell in self.entries for cell in cells)
-        print(f"{done_of_these} of {len(cells)} runs; {beside(self.record_file, '.md')}")
+        print(f"{done_of_these} of {len(cells)} runs; {sibling(self.record_file, '.md')}")
 
     def _keep(self) -> None:
         cells = list(self.entries.values())
@@ -89,19 +89,19 @@ class Study:
         render(self.record_file, self.page)
 
 
-def already(options: argparse.Namespace, keys: Sequence[str], page: Callable[[Record], list[str]]) -> bool:
-    """Render or join existing records if asked to; returns whether that was all."""
+def only_pages(options: argparse.Namespace, keys: Sequence[str], page: Callable[[Record], list[str]]) -> bool:
+    """Render or join existing records if an option asks for it; returns whether one did."""
     if options.render:
         render(options.render, page)
     elif options.join:
-        record_file = beside(options.out, ".json")
+        record_file = sibling(options.out, ".json")
         write_json(record_file, joined(options.join, keys), indent=None)
         render(record_file, page)
     return bool(options.render or options.join)
 
 
 def joined(paths: Sequence[Path], keys: Sequence[str]) -> Record:
-    """One record of several that were measured side by side."""
+    """One record of several that were measured separately."""
     records = [json.loads(path.read_text()) for path in paths]
     settings = [
         {key: value for key, value in record.items() if key not in ("cells", "environment", "arguments")}
@@ -111,30 +111,30 @@ def joined(paths: Sequence[Path], keys: Sequence[str]) -> Record:
         check_alike(paths[0], settings[0], path, setting)
     cells = {tuple(cell[key] for key in keys): cell for record in records for cell in record["cells"]}
     commands = dict.fromkeys(command for record in records for command in commands_of(record))
-    where = together([record["environment"] for record in records])
+    where = merge_environments([record["environment"] for record in records])
     return {**settings[0], "cells": list(cells.values()), "environment": where, "arguments": list(commands)}
 
 
 def commands_of(record: Record) -> list[str]:
-    """The commands that made a record; older ones name the last alone."""
+    """The commands that made a record; older records have only the last."""
     commands = record.get("arguments", [])
     return [commands] if isinstance(commands, str) else list(commands)
 
 
 def check_alike(first: Path, setting: Record, other: Path, its: Record) -> None:
-    """Settings must be the same, whichever of the two has one."""
+    """Exit if two records differ in a setting."""
     for key in sorted(setting.keys() | its.keys()):
         if setting.get(key) != its.get(key):
             value, expected = its.get(key, "not said"), setting.get(key, "not said")
             sys.exit(f"{other}: {key} = {value}, in {first} it is {expected}; only like records can be joined")
 
 
-def together(environments: Sequence[Record]) -> Record:
-    """Where parts of a record were measured: one environment, with every device, commit, … of those that differ."""
+def merge_environments(environments: Sequence[Record]) -> Record:
+    """One environment of several; where they differ in device, commit, …, it lists all values."""
     merged: Record = {}
     for key, value in environments[0].items():
         if isinstance(value, dict):
-            merged[key] = together([environment[key] for environment in environments])
+            merged[key] = merge_environments([environment[key] for environment in environments])
         else:
             each = list(dict.fromkeys(environment.get(key) for environment in environments))
             merged[key] = value if len(each) == 1 else ", ".join(str(one) for one in each if one is not None)
@@ -142,25 +142,25 @@ def together(environments: Sequence[Record]) -> Record:
 
 
 def measured_on(environment: Record, commits: Iterable[str | None]) -> str:
-    """Device, torch and the commits that are known."""
+    """Device, version of torch and the known commits, as text."""
     hashes = sorted({commit for commit in commits if commit})
     version = environment["packages"]["torch"]
     return f"device: {environment['device']}; torch {version}" + (f"; commits {', '.join(hashes)}" if hashes else "")
 
 
 def render(record_file: Path, page: Callable[[Record], list[str]]) -> None:
-    """The record as a page of Markdown beside it."""
+    """Write the page of a record, Markdown, in the same folder."""
     record = json.loads(record_file.read_text())
     lines = [
         *page(record),
         f"- {measured_on(record['environment'], (cell['commit'] for cell in record['cells']))}",
         *(f"- command: `python benchmarks/{Path(sys.argv[0]).name} {command}`" for command in commands_of(record)),
     ]
-    beside(record_file, ".md").write_text("\n".join(lines) + "\n")
+    sibling(record_file, ".md").write_text("\n".join(lines) + "\n")
 
 
-def beside(path: Path, ending: str) -> Path:
-    """The same name with this ending; a point in a name (`alpha_0.5`) is no ending."""
+def sibling(path: Path, ending: str) -> Path:
+    """The path with another ending; a dot in the name (`alpha_0.5`) does not begin one."""
     return path.with_name(path.name.removesuffix(".json") + ending)
 
 
@@ -175,7 +175,7 @@ def command_line() -> str:
     return shlex.join(recorded)
 
 
-def in_words(values: Sequence[float]) -> str:
-    """Mean, 95 % interval, and each of them."""
+def format_mean(values: Sequence[float]) -> str:
+    """`70.3 ± 2.1 (68.9 71.0 71.0)`: mean, 95 % interval, and the single values."""
     each = f" ({' '.join(f'{value:.1f}' for value in values)})" if len(values) > 1 else ""
     return f"{Summary(tuple(values)):.1f}{each}"

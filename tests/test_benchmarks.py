@@ -16,7 +16,7 @@ import note_000
 import ridge
 import routed
 from oneround.data import Images
-from study import measured_on, together
+from study import measured_on, merge_environments
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,7 +42,7 @@ def test_pages_leave_out_a_commit_that_is_not_known() -> None:
     environment = {"device": "a cpu", "packages": {"torch": "2.0"}, "commit": None}
     assert measured_on(environment, [None, None]) == "device: a cpu; torch 2.0"
     assert measured_on(environment, ["b", None, "a"]) == "device: a cpu; torch 2.0; commits a, b"
-    assert together([environment, {**environment, "commit": "a"}])["commit"] == "a"
+    assert merge_environments([environment, {**environment, "commit": "a"}])["commit"] == "a"
 
 
 @pytest.mark.parametrize("method", mergenet.METHODS)

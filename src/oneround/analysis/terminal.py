@@ -10,7 +10,7 @@ from rich.table import Table
 from oneround.analysis.statistics import Summary, paired
 
 
-def difference_in_words(difference: Summary) -> str:
+def format_difference(difference: Summary) -> str:
     """`+1.5 ± 0.8`; ` (n.d.)` marks one that is not distinguishable from 0."""
     vague = difference.margin is not None and not difference.distinguishable
     return f"{difference:+.1f}{' (n.d.)' if vague else ''}"
@@ -29,7 +29,7 @@ def accuracy_table(accuracies: Mapping[str, Sequence[float]], title: str, baseli
         table.add_column(head, justify="right", no_wrap=True)
     for name, values in accuracies.items():
         summary = Summary(tuple(values))
-        difference = "" if base is None or name == baseline else difference_in_words(paired(values, base))
+        difference = "" if base is None or name == baseline else format_difference(paired(values, base))
         table.add_row(escape(name), f"{summary.mean:.1f}", f"{min(values):.1f} – {max(values):.1f}", difference)
     return table
 
