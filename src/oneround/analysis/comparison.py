@@ -97,9 +97,9 @@ def compare(
     """
     entries = {setting: _entries(members, rule) for setting, members in _by_setting(runs).items()}
     if only:
-        chosen = [entry for name in only for entry in _matches("--method", name, entries, _is_method)]
+        chosen = [entry for name in only for entry in _matches("--method", name, entries, rules=False)]
         entries = {setting: [entry for entry in members if entry in chosen] for setting, members in entries.items()}
-    bases = [] if baseline is None else _matches("--baseline", baseline, entries, _is_named)
+    bases = [] if baseline is None else _matches("--baseline", baseline, entries, rules=True)
     return [
         _group(setting, members, next((entry for entry in members if entry in bases), members[0]), common)
         for setting, members in entries.items()
@@ -107,28 +107,24 @@ def compare(
     ]
 
 
-def _matches(
-    option: str, name: str, entries: Mapping[str, Sequence[Entry]], is_meant: Callable[[Entry, str], bool]
-) -> list[Entry]:
-    """The entries that the value of an option refers to; RecipeError where there is none."""
-    matches = [entry for entry in chain.from_iterable(entries.values()) if is_meant(entry, name)]
+def _matches(option: str, name: str, entries: Mapping[str, Sequence[Entry]], *, rules: bool) -> list[Entry]:
+    """The entries that the value of an option refers to: by method or, with `rules`, also by rule or by `method · rule`.
+
+    A method is a preset or its alias, alone or with its varying keys (`two-stage share=0.1`). Raises RecipeError where there is none.
+    """
+    first, space, rest = name.partition(" ")
+    aliases = {raw.get("about", {}).get("alias"): preset for preset, raw in presets().items()}
+    method, every = aliases.get(first, first) + space + rest, list(chain.from_iterable(entries.values()))
+    matches = [
+        entry
+        for entry in every
+        if method in (entry.method, entry.method.split(" ")[0]) or (rules and name in (entry.name, entry.rule))
+    ]
     if not matches:
-        methods = list(dict.fromkeys(entry.method for entry in chain.from_iterable(entries.values())))
+        methods = list(dict.fromkeys(entry.method for entry in every))
         hint = did_you_mean(name, methods)
         raise RecipeError(f"{option} {name}: not among what is compared{hint} ({', '.join(methods)})")
     return matches
-
-
-def _is_named(entry: Entry, name: str) -> bool:
-    """Whether a name refers to this entry: its method (or alias), its rule, or `method · rule`."""
-    return _is_method(entry, name) or name in (entry.name, entry.rule)
-
-
-def _is_method(entry: Entry, name: str) -> bool:
-    """Whether a name refers to this entry's method: its preset or alias, alone or with its varying keys (`two-stage share=0.1`)."""
-    first, space, rest = name.partition(" ")
-    aliases = {raw.get("about", {}).get("alias"): preset for preset, raw in presets().items()}
-    return aliases.get(first, first) + space + rest in (entry.method, entry.method.split(" ")[0])
 
 
 def grouped(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
