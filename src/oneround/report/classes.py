@@ -13,7 +13,7 @@ CLASSES = 40  # beyond that, confusion is drawn for the fused model only
 
 
 def classes(record: RunRecord) -> Html:
-    """Accuracy per class and confusion matrices: the fused model against each client."""
+    """Accuracy per class and confusion matrices of the fused model and of each client."""
     rules, clients = ((record.result or {}).get(key, {}) for key in ("rules", "clients"))
     if record.main_rule not in rules:  # not finished, or the server had no test images
         return EMPTY

@@ -1,4 +1,4 @@
-"""Sections of a report on the training, epoch by epoch and round by round."""
+"""Sections of the report on training, by epoch and by round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLIENTS = 8  # drawn one by one; of more, those with most samples
 
 
 def accuracy(record: RunRecord) -> Html:
-    """Of every rule, and of clients alone, at every snapshot."""
+    """Test accuracy of every rule and of local models, at every snapshot."""
     if not record.curves:
         return EMPTY
     rules = [Series(name, values) for name, values in _in_percent(record.curves).items()]
@@ -36,7 +36,7 @@ def _in_percent(curves: Curves) -> Curves:
 
 
 def rounds(record: RunRecord) -> Html:
-    """What a rule between rounds did: whether its network was sent and why, and how its adapter learned."""
+    """Rules that work between rounds: whether their network was sent and why, and how their adapter learned."""
     length = record.recipe.training.epochs
     fusions = {
         rule: {epoch // length: facts for epoch, facts in by_epoch.items()}
@@ -64,7 +64,7 @@ BETWEEN: list[tuple[str, dict[str, str], str]] = [
     ("relative change of the student", {"changed": "total", "by_teacher": "due to the teacher"}, "relative distance"),
     ("adapter updates", {"gradient_norm": "gradient norm", "adapter_moved": "step length"}, "norm"),
 ]
-"""Charts of what a fusion reports: title, keys with their names, axis."""
+"""Charts of the metrics of such a rule: title, keys with their labels, axis."""
 
 
 def _numbers(events: dict[int, dict[str, Any]], key: str) -> dict[int, float | None]:
@@ -73,7 +73,7 @@ def _numbers(events: dict[int, dict[str, Any]], key: str) -> dict[int, float | N
 
 
 def by_client(record: RunRecord, trace: Curves) -> list[Series]:
-    """A line for each client; with too many, the largest ones and the range of all."""
+    """A line for each client; of many clients, for the largest ones, and the range of all."""
     names = [name for name in record.largest(CLIENTS) if name in trace]
     lines = [Series(name, trace[name]) for name in names]
     if len(names) < len(trace):
@@ -95,7 +95,7 @@ def left_out(record: RunRecord) -> Html:
 
 
 def alignment(record: RunRecord) -> Html:
-    """λ before and after the schedule on log axes, s(p), what alignment weighs against the rest, and σ²."""
+    """λ before and after the schedule on log axes, s(p), the ratio of alignment to the base loss, and σ²."""
     raw, effective, schedule = record.trace("lambda_raw"), record.trace("lambda_effective"), record.trace("s")
     if not raw:
         return EMPTY
@@ -135,7 +135,7 @@ def _pull(record: RunRecord) -> Curves:
 
 
 def losses(record: RunRecord) -> Html:
-    """Every term of the loss, a chart for each client."""
+    """A chart for each client with every term of its loss."""
     terms = [*record.recipe.objective.terms, "align", "base"]
     drawn = []
     for client in record.largest(CLIENTS):
@@ -153,7 +153,7 @@ TERM_LABELS = {"align": "alignment (before λ)", "base": "L_base, all without al
 
 
 def cosines(record: RunRecord) -> Html:
-    """Between alignment and the rest by client, and between every two terms, averaged over clients."""
+    """Gradient cosines between alignment and the base loss by client, and between all other terms averaged over clients."""
     drawn = []
     every = record.cosines()
     for tensor in ("features", "prototypes"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from itertools import chain
 from typing import Any
 
 from oneround.config.load import load, parse_override, presets
@@ -12,7 +13,7 @@ from oneround.errors import OneroundError
 
 
 def command(recipe: Recipe) -> str | None:
-    """`oneround run PRESET --set …`, if that gives this very recipe; None for a recipe with parts or names of its own."""
+    """`oneround run PRESET --set …`, if that gives the same recipe; None for a recipe that is no variant of a preset."""
     if recipe.method not in presets():
         return None
     sets = [f"{key}={_yaml(value)}" for key, value in _changes(load(recipe.method).plain(), recipe.plain())]
@@ -25,17 +26,14 @@ def command(recipe: Recipe) -> str | None:
 
 
 def _changes(base: Any, requested: Any, key: str = "") -> list[tuple[str, Any]]:
-    """What differs, as deep in as the two have the same shape and kind."""
+    """Keys with dots and values that differ; a mapping of another kind counts as one value."""
     if base == requested:
         return []
-    if not (isinstance(base, dict) and isinstance(requested, dict) and base.get("kind") == requested.get("kind")):
+    both = isinstance(base, dict) and isinstance(requested, dict)
+    if not both or base.get("kind") != requested.get("kind") or base.keys() - requested.keys():
         return [(key, requested)]
-    if base.keys() - requested.keys():
-        return [(key, requested)]
-    changes = []
-    for name, value in requested.items():
-        changes += _changes(base.get(name), value, f"{key}.{name}" if key else name)
-    return changes
+    inner = (_changes(base.get(name), value, f"{key}.{name}" if key else name) for name, value in requested.items())
+    return list(chain.from_iterable(inner))
 
 
 def _yaml(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The page: one run from top to bottom, or a sweep with its comparison first and a folded section for each run."""
+"""The page of one run, or of a sweep: its comparison first, then a folded section for each run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from oneround.report.sections import Section, sections, state
 from oneround.runs.archive import distinct, find_folders
 from oneround.runs.record import RunRecord
 
-RUNS = 6  # of a sweep shown in full; of more, the first partition of each method
-MOST = 12
+ALL_RUNS = 6  # a larger sweep shows only the first partition of each method in full
+MOST_RUNS = 12  # shown in full
 FINDINGS = 40  # of a sweep
-NEEDED = ("result.json", "partition.json", "environment.json")  # damaged ones are refused
+STRICT = ("result.json", "partition.json", "environment.json")  # damaged ones are refused
 
 
 def report(paths: Iterable[str | PathLike[str]], baseline: str | None = None, interest: float = 1.0) -> str:
@@ -36,7 +36,7 @@ def report(paths: Iterable[str | PathLike[str]], baseline: str | None = None, in
         interest: the smallest difference, in points, that would matter.
     """
     folders = [Path(path) for path in paths]
-    records = [RunRecord.read(folder, strict=NEEDED) for folder in find_folders(folders)]
+    records = [RunRecord.read(folder, strict=STRICT) for folder in find_folders(folders)]
     return run_page(records[0]) if len(records) == 1 else sweep_page(folders, records, baseline, interest)
 
 
@@ -89,7 +89,7 @@ def sweep_page(paths: Sequence[Path], records: Sequence[RunRecord], baseline: st
 
 
 def _comparison(runs: Sequence[RunRecord], baseline: str | None, interest: float) -> list[Section]:
-    """Which method is better and whether the difference is real; with one method, its rules are compared."""
+    """Which method is better and whether the difference is significant; with one method, its rules are compared."""
     rule = "all" if len({run.method for run in runs}) == 1 and _same_keys(runs) else None
     restrictions: list[str] = []
     try:
@@ -111,12 +111,12 @@ def _comparison(runs: Sequence[RunRecord], baseline: str | None, interest: float
 
 
 def _same_keys(runs: Sequence[RunRecord]) -> bool:
-    """Whether runs differ in nothing but seeds, so that only rules are left to compare."""
+    """Whether runs differ in their seeds only, so that only rules can be compared."""
     return len({str({k: v for k, v in run.keys.items() if not k.startswith("seeds.")}) for run in runs}) == 1
 
 
 def _group(group: Group, interest: float, named: bool) -> Html:
-    """The verdicts in words, the table behind them, and both as pictures."""
+    """The verdicts in words, the table and the charts."""
     sheet, base = methods_sheet(group, interest), group.short(group.baseline)
     others = [entry for entry in group.entries if entry is not group.baseline]
     tested = [(group.short(entry), group.comparisons[entry.name]) for entry in others]
@@ -143,7 +143,7 @@ def _bar(name: str, values: Summary, style: int) -> Bar:
 
 
 def _curves(group: Group, named: bool) -> Html:
-    """The compared lines together; then, of each method, every rule."""
+    """A chart of what is compared, then one for each method with every rule."""
     lines = [_over_partitions(group.short(entry), entry.runs, entry.rule) for entry in group.entries if entry.curve()]
     drawn = [accuracy_chart("What is compared", lines)]
     for method, runs in group.runs.items():
@@ -171,7 +171,7 @@ def _over_partitions(name: str, runs: Sequence[RunRecord], rule: str) -> Series:
 
 
 def _name(folder: Path, paths: Sequence[Path]) -> str:
-    """Where a run lies in the sweep."""
+    """The path of a run within the sweep."""
     root = next((path for path in paths if folder != path and folder.is_relative_to(path)), folder.parent)
     return str(folder.relative_to(root))
 
@@ -194,7 +194,7 @@ def _findings(records: Sequence[RunRecord], paths: Sequence[Path]) -> Html:
 
 
 def _cells(records: Sequence[RunRecord], paths: Sequence[Path]) -> Html:
-    """Every run on a line, those not finished among them."""
+    """A row for every run, also if it is not finished."""
     rows = []
     for record in records:
         best = max(record.local_accuracy.values(), default=None)
@@ -209,14 +209,14 @@ def _cells(records: Sequence[RunRecord], paths: Sequence[Path]) -> Html:
 
 
 def _chosen(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Runs to show in full: all of few, the first of each method and setting of many."""
-    if len(records) <= RUNS:
+    """Runs to show in full: all if they are few, else the first of each method and setting."""
+    if len(records) <= ALL_RUNS:
         return list(records)
     first: dict[str, RunRecord] = {}
     for record in records:
         plain = {key: value for key, value in record.recipe.plain().items() if key != "seeds"}
         first.setdefault(str(plain), record)
-    return list(first.values())[:MOST]
+    return list(first.values())[:MOST_RUNS]
 
 
 def _run(record: RunRecord, prefix: str) -> Html:

@@ -40,7 +40,7 @@ RULES, MODELS = 0, 5  # colours of bars
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what is under it."""
+    """A heading and its content."""
 
     name: str
     title: str
@@ -84,12 +84,12 @@ def state(record: RunRecord) -> Html:
 
 
 def result(record: RunRecord) -> Html:
-    """The run in a few numbers; test accuracy of every rule beside the clients alone."""
+    """The run in a few numbers; test accuracy of every rule and of the local models."""
     recipe = record.recipe
     about = presets().get(recipe.method, {}).get("about", {})
     rows = [
         ("method", recipe.method + (f" ({about['alias']})" if about.get("alias") else "")),
-        *(("idea", str(about[key])) for key in ("idea",) if about.get(key)),
+        *([("idea", str(about["idea"]))] if about.get("idea") else []),
         ("data", f"{recipe.data.kind}, {len(record.class_names)} classes"),
         ("partition", f"{recipe.partition.label}, seed {recipe.seeds.partition}"),
         ("clients", f"{len(record.clients)} with {sum(map(sum, record.counts.values())):,} samples"),
@@ -105,7 +105,7 @@ def result(record: RunRecord) -> Html:
 
 
 def _scores(record: RunRecord) -> list[Html]:
-    """Test accuracy, from the result or, before there is one, from the last snapshot."""
+    """Test accuracy, in the result or, before that exists, in the last snapshot."""
     rules, clients = record.accuracy, record.local_accuracy
     if not rules:
         return []
@@ -123,7 +123,7 @@ def _bar(name: str, share: float, style: int) -> Bar:
 
 
 def mixes(record: RunRecord) -> Html:
-    """Accuracy on each client's own mix of classes: of every rule, of the client alone, of personal models."""
+    """Accuracy on each client's own mix of classes: of every rule, of the local and of personal models."""
     personal = record.personalised
     if not personal:
         return EMPTY
@@ -137,7 +137,7 @@ def mixes(record: RunRecord) -> Html:
 
 
 def findings(record: RunRecord) -> Html:
-    """Findings of the diagnosis, the rules it applied, and those it could not."""
+    """Findings of the diagnosis, the rules that were applied, and those that do not apply."""
     diagnosis = diagnose(record)
     first, rest = diagnosis.findings[:FINDINGS], diagnosis.findings[FINDINGS:]
     listed = [_listed(first) if first else tag("p", "No rule found a problem.")]
@@ -163,7 +163,7 @@ def _finding(finding: Finding) -> Html:
 
 
 def partition(record: RunRecord) -> Html:
-    """Class × client with counts, and the clients as a table."""
+    """A heat map of the counts by class and client, and a table of the clients."""
     counts = record.partition_counts
     if not counts:
         return EMPTY
@@ -199,7 +199,7 @@ def _client_table(record: RunRecord) -> Html:
 
 
 def traffic(record: RunRecord) -> Html:
-    """Bytes that crossed the network, by client; with several rounds, of all of them."""
+    """Bytes that crossed the network in all rounds, also per client."""
     if record.result is None or "bytes_down" not in record.result:
         return EMPTY
     down, up, rounds = record.result["bytes_down"], record.result["bytes_up"], record.recipe.rounds
@@ -217,7 +217,7 @@ def traffic(record: RunRecord) -> Html:
 
 
 def environment(record: RunRecord) -> Html:
-    """What it ran on, the resolved recipe, and how to run it again."""
+    """The machine and its software, the resolved recipe, and the command that repeats the run."""
     fields = {key: value for key, value in record.environment.items() if value is not None}
     packages = fields.pop("packages", {})
     pairs = [(str(key), number(value)) for key, value in fields.items()]
