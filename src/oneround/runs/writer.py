@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from oneround import acts
 from oneround.data import Images
@@ -17,7 +16,7 @@ from oneround.models import Single
 from oneround.protocol import Upload, UploadFolder, blob
 from oneround.runs import pictures
 from oneround.runs.folder import RunFolder
-from oneround.runs.log import Measurements, best_epoch
+from oneround.runs.log import Event, Measurements, best_epoch
 from oneround.runs.loggers import Logger, write_events
 from oneround.runs.record import RunRecord
 from oneround.runs.result import Result
@@ -65,19 +64,15 @@ class RunWriter:
         self.first = next(iter(rules))
         """The rule that makes the model."""
         events = list(folder.metrics)
-        logged: dict[int, set[str]] = {}
-        for event in events:
-            if event["event"] == "snapshot":
-                logged.setdefault(event["epoch"], set()).add(event["rule"])
-        self.done = {epoch for epoch, names in logged.items() if names >= set(rules)}
+        curves = Measurements.of(events).curves
+        self.done = set.intersection(*(set(curves.get(rule, {})) for rule in rules))
         """Epochs whose snapshot is complete in the log."""
         last = max([epochs_over, *self.done])
         complete = [event for event in events if event["epoch"] <= last]
         if folder.metrics.path.is_file():
             folder.metrics.replace(complete)
-        self.measured = Measurements.of(complete)
-        """The measurements in the log."""
-        self._before = max(self.measured.elapsed.values(), default=0.0)
+        self.measurements = Measurements.of(complete)
+        self._before = max(self.measurements.elapsed.values(), default=0.0)
         self._started = time.monotonic()
 
     @property
@@ -88,43 +83,45 @@ class RunWriter:
     @property
     def chosen(self) -> int | None:
         """The epoch with the best model on validation images, the earliest of equals; None without such images."""
-        curve = self.measured.validation.get(self.first, {})
+        curve = self.measurements.validation.get(self.first, {})
         return best_epoch(curve) if curve else None
 
-    def snapshot(self, snapshot: Snapshot, epochs: range, site: Site) -> list[dict[str, Any]]:
+    def snapshot(self, snapshot: Snapshot, epochs: range, site: Site) -> list[Event]:
         """Log the clients' metrics of these epochs and the scores of the snapshot; save its model if it is the best so far.
 
         Returns the events with scores. The model is written before the log, so a killed run makes both again.
         """
         if self.first in snapshot.scores.validation:
-            curve = self.measured.validation.get(self.first, {})
+            curve = self.measurements.validation.get(self.first, {})
             if snapshot.scores.validation[self.first].accuracy > max(curve.values(), default=-1.0):
                 self._model(snapshot, site).save(self.folder.model)
-        scored = list(self._scored(snapshot))
-        events = [*self._measured(snapshot.uploads, epochs), *scored]
+        scored = list(self._score_events(snapshot))
+        events = [*self._training_events(snapshot.uploads, epochs), *scored]
         for event in events:
-            self.measured.add(event)
+            self.measurements.add(event)
         self.folder.metrics.append(events)
         self.done.add(snapshot.epoch)
         write_events(events, self.loggers)
         return scored
 
     @staticmethod
-    def _measured(uploads: UploadFolder, epochs: range) -> Iterator[dict[str, Any]]:
+    def _training_events(uploads: UploadFolder, epochs: range) -> Iterator[Event]:
+        """The clients' metrics of these epochs, from the histories in their uploads."""
         for path in uploads.paths:
             manifest = blob.peek(path, "upload")
             for entry in manifest["history"]:
                 if entry["epoch"] in epochs:
                     yield {**entry, "event": "epoch", "client": manifest["client"]}
 
-    def _scored(self, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
+    def _score_events(self, snapshot: Snapshot) -> Iterator[Event]:
+        """Accuracies of clients and rules, and metrics of rules that work between rounds."""
         epoch, scores = snapshot.epoch, snapshot.scores
         times = {"seconds": snapshot.seconds, "elapsed": self.elapsed}
         for client, score in scores.clients.items():
             yield {"event": "client", "epoch": epoch, "client": client, "accuracy": score.accuracy}
         for rule, score in scores.rules.items():
-            judged = {"validation": scores.validation[rule].accuracy} if rule in scores.validation else {}
-            yield {"event": "snapshot", "epoch": epoch, "rule": rule, **score.short(), **times, **judged}
+            validation = {"validation": scores.validation[rule].accuracy} if rule in scores.validation else {}
+            yield {"event": "snapshot", "epoch": epoch, "rule": rule, **score.short(), **times, **validation}
         for rule, model in snapshot.models.items():
             if isinstance(model.inference, Single) and model.inference.facts:
                 yield {"event": "fusion", "epoch": epoch, "rule": rule, **model.inference.facts}
@@ -166,12 +163,12 @@ class RunWriter:
             "clients": {name: score.plain() for name, score in scores.clients.items()},
             "personalised": personal,
         }
-        if self.measured.curves:
-            curves = {name: [curve] for name, curve in self.measured.curves.items()}
+        if self.measurements.curves:
+            curves = {name: [curve] for name, curve in self.measurements.curves.items()}
             title = f"{broadcast.recipe.method} on {facts.data}"
             pictures.draw_accuracy(curves, self.folder.path / "accuracy.png", title)
         self.folder.write_json("result.json", result)
-        return Result.of(RunRecord(self.folder.path, measurements=self.measured, result=result))
+        return Result.of(RunRecord(self.folder.path, measurements=self.measurements, result=result))
 
     def _finish_model(self, snapshot: Snapshot, site: Site) -> int:
         """Write the final model; returns its epoch."""
