@@ -10,7 +10,7 @@ def test_a_preset_is_described_for_a_network() -> None:
     assert small.name == large.name == "etf-attenuated" and small.alias == "v12"
     assert small.traffic.up < large.traffic.up and small.plain()["bytes_up"] == small.traffic.up
     assert any(line.startswith("  network: ") and large.up in line for line in large.lines())
-    assert large.reveals[0] == "what its network learned" and large.needs == []
+    assert large.reveals[0] == "the weights of its network" and large.needs == []
 
 
 def test_what_a_method_needs_beyond_one_round_is_named() -> None:

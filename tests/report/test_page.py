@@ -27,7 +27,7 @@ def test_numbers_are_those_of_the_result(reported_run: Path) -> None:
     for name, score in result["rules"].items():
         shown = [f"{100 * value:.2f}" if value is not None else "–" for value in score["per_class"]]
         assert page.rows(name, f"{100 * score['accuracy']:.2f}", *shown)
-    matrices = [_matrix(table) for table in page.tables if table[0][0].startswith("image shows")]
+    matrices = [_matrix(table) for table in page.tables if table[0][0].startswith("true class")]
     assert matrices == [
         result["rules"]["iffi"]["confusion"],
         *(score["confusion"] for score in result["clients"].values()),

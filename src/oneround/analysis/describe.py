@@ -69,12 +69,12 @@ class Method:
         counts = self.recipe.reveal.class_counts
         if self.recipe.secure:
             return [MASKED]
-        revealed = ["what its network learned"] if self.recipe.trains else []
-        measured = "all that training measured" if counts is True else "the loss of every epoch"
+        revealed = ["the weights of its network"] if self.recipe.trains else []
+        measured = "all training metrics" if counts is True else "the loss of every epoch"
         if isinstance(counts, Noise):
             revealed.append(f"class counts with Laplace noise (ε = {counts.epsilon:g})")
         else:
-            revealed.append("class counts" if counts else "how many samples it has")
+            revealed.append("class counts" if counts else "its number of samples")
         if self.recipe.trains:
             revealed[-1] += f", {measured}"
         by_rules = (
@@ -104,7 +104,7 @@ class Method:
             f"  also needs: {', '.join(self.needs) or 'nothing'}",
             f"  run it: oneround run {self.alias or self.name} --data cifar10 --clients 5 --alpha 0.05",
             "",
-            f"  what it is made of{f', on top of {base}' if base else ''}:",
+            f"  its recipe{f', on top of {base}' if base else ''}:",
             *(f"    {line}" for line in yaml.safe_dump(differs, sort_keys=False, allow_unicode=True).splitlines()),
         ]
 

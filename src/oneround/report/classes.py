@@ -53,7 +53,7 @@ def _per_class_description(names: Sequence[str], labels: Sequence[str], rows: Se
 
 
 def _confusion(title: str, cells: Sequence[Sequence[int]], labels: Sequence[str]) -> Html:
-    """A confusion matrix, true classes in rows and answers in columns, shaded by share of the row."""
+    """A confusion matrix, true classes in rows and predicted classes in columns, shaded by share of the row."""
     wrong = sorted(
         ((count, labels[true], labels[answer]) for true, row in enumerate(cells) for answer, count in enumerate(row) if count and true != answer),
         key=lambda each: -each[0],
@@ -65,6 +65,8 @@ def _confusion(title: str, cells: Sequence[Sequence[int]], labels: Sequence[str]
     if len(labels) > 20:
         rows = [[true, answer, str(count)] for count, true, answer in wrong[:30]]
         data = table(
-            ["image shows", "model says", "times"], rows, f"{title}: what is wrong most often", text_columns=(1,)
+            ["true class", "predicted class", "images"], rows, f"{title}: most frequent errors", text_columns=(1,)
         )
-    return heat_map(title, labels, labels, cells, ("image shows", "model says"), description, by_row=True, data=data)
+    return heat_map(
+        title, labels, labels, cells, ("true class", "predicted class"), description, by_row=True, data=data
+    )

@@ -143,8 +143,8 @@ def findings(record: RunRecord) -> Html:
     listed = [_listed(first) if first else tag("p", "No rule found a problem.")]
     if rest:
         listed.append(folded(f"{len(rest)} more findings", _listed(rest)))
-    more = [f"looked for: {', '.join(diagnosis.applied)}"] if diagnosis.applied else []
-    more += [f"not looked for: {rule} ({why})" for rule, why in diagnosis.skipped.items()]
+    more = [f"rules applied: {', '.join(diagnosis.applied)}"] if diagnosis.applied else []
+    more += [f"not applied: {rule} ({why})" for rule, why in diagnosis.skipped.items()]
     return together([*listed, notes([*more, *diagnosis.remarks])])
 
 

@@ -150,7 +150,7 @@ class RunFolder:
                 raise ProtocolError(f"--with {path}: {path.stem} is among the uploads already and would count twice")
         remaining = [path for path in paths if path.stem not in without]
         if not remaining and not late:
-            raise ProtocolError(f"{self.path}: nobody's upload is left; keep at least one client")
+            raise ProtocolError(f"{self.path}: no upload is left; keep at least one client")
         return UploadFolder([*remaining, *late], broadcast, acts.statistics_of(broadcast))
 
     @contextmanager

@@ -126,9 +126,8 @@ def _central_accuracy(run_folder: RunFolder, plan: DealtPlan) -> float:
     broadcast = Broadcast.read(run_folder.broadcast)
     uploads = UploadFolder([run_folder.upload(CENTRAL)], broadcast, acts.statistics_of(broadcast))
     site = Site("server", local=plan.recipe.local)
-    rules = (
-        {} if plan.recipe.trains else {CENTRAL: acts.rules_of(plan.recipe)[0]}
-    )  # without a network the rule is scored
+    # Without a network there is no local model to score, so the first rule is.
+    rules = {} if plan.recipe.trains else {CENTRAL: acts.rules_of(plan.recipe)[0]}
     with site.arithmetic(plan.traffic.parameters):
         scores, clients, _ = score_uploads(rules, uploads, broadcast, plan.data.test, site)
     return {**clients, **scores}[CENTRAL].accuracy
