@@ -129,7 +129,7 @@ def score(
     with server.arithmetic(sum(tensor.numel() for tensor in broadcast.weights.values())):
         model = acts.fuse(uploads, broadcast, server)
         assert isinstance(model.inference, Ensemble)
-        model.inference.settle()
+        model.inference.load_experts()
         shuffled = test.take(torch.randperm(len(test), generator=generator(seed, "test batches")))
         accuracies = {"evaluation": accuracy(model, test, server.device)}
         use_batch_statistics(model)

@@ -118,7 +118,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         solution = sums.solve(total, copies=recipe.sums.copies)
         record["accuracy"][key or recipe.sums.precision] = {
             "validation": chosen, "test": accuracy(solution, answers["test"], data.test.labels),
-            "bytes": bytes_of(sums.expected(recipe.model_copy(update={"sums": variants[key]}), features.size, data.classes)),
+            "bytes": bytes_of(sums.sums_layout(recipe.model_copy(update={"sums": variants[key]}), features.size, data.classes)),
             "penalty": solution.penalty, "freedom": solution.freedom,
         }  # fmt: skip
     record["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -135,7 +135,9 @@ def in_batches(features: Any, images: Any, device: Any, mean: float, std: float)
     matrix = torch.empty(len(images), features.size)
     with torch.inference_mode():
         for start, batch in enumerate(images.batches(device, mean, std)):
-            matrix[500 * start : 500 * start + 500] = in_batches(features, batch, features.at_once, features.size).cpu()
+            matrix[500 * start : 500 * start + 500] = in_batches(
+                features, batch, features.batch_size, features.size
+            ).cpu()
     return matrix
 
 

@@ -25,6 +25,7 @@ def one_pass(size: int, options: argparse.Namespace) -> None:
     from oneround.config.load import load
     from oneround.config.recipe import Local
     from oneround.data import load_dataset
+    from oneround.protocol.encoding import bytes_of, layout_of
     from oneround.runs.environment import environment
     from oneround.site import Site
 
@@ -42,7 +43,7 @@ def one_pass(size: int, options: argparse.Namespace) -> None:
     upload = acts.train(broadcast, site)
     seconds = time.monotonic() - started
     print(json.dumps({
-        "size": size, "images": len(mine), "seconds": seconds, "images_per_second": len(mine) / seconds, "upload_bytes": upload.size,
+        "size": size, "images": len(mine), "seconds": seconds, "images_per_second": len(mine) / seconds, "upload_bytes": bytes_of(layout_of(upload.sums)),
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "device_peak_bytes": torch.cuda.max_memory_allocated() if site.device.type == "cuda" else None,
         "environment": environment(site.device),

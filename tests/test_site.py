@@ -11,7 +11,7 @@ import torch
 from oneround.config.recipe import Local
 from oneround.config.sections import Adapter
 from oneround.errors import RecipeError, RunError
-from oneround.site import SMALL, Site, choose_device, num_workers, threads_per_client
+from oneround.site import SMALL_NETWORK, Site, choose_device, num_workers, threads_per_client
 
 
 def test_how_many_at_once() -> None:
@@ -23,9 +23,9 @@ def test_how_many_at_once() -> None:
 
 
 def test_a_small_network_has_one_thread_and_a_recipe_decides_otherwise() -> None:
-    assert threads_per_client(Local(device="cpu"), SMALL - 1) == 1
-    assert threads_per_client(Local(device="cpu"), SMALL) == (os.cpu_count() or 1)
-    assert threads_per_client(Local(device="cpu", threads=3), SMALL - 1) == 3
+    assert threads_per_client(Local(device="cpu"), SMALL_NETWORK - 1) == 1
+    assert threads_per_client(Local(device="cpu"), SMALL_NETWORK) == (os.cpu_count() or 1)
+    assert threads_per_client(Local(device="cpu", threads=3), SMALL_NETWORK - 1) == 3
 
 
 def test_an_act_has_its_settings_and_leaves_those_of_before() -> None:

@@ -29,10 +29,10 @@ from oneround.global_model import GlobalModel
 from oneround.mergenet import CompanionNetwork, check_companion
 from oneround.models import Single, initialise
 from oneround.models.features import Constants, FeaturesPart, FrozenEncoder, Shape, features
-from oneround.models.pretrained import start_from
-from oneround.models.prototype import Layout, network_layout, on_cpu
+from oneround.models.pretrained import load_weights
+from oneround.models.prototype import Layout, meta_network, on_cpu
 from oneround.privacy.disclosure import disclosed_counts, disclosed_history, disclosed_stop
-from oneround.protocol.encoding import as_received, as_sent, bytes_of
+from oneround.protocol.encoding import as_received, bytes_of, encoded_layout, layout_of
 from oneround.protocol.messages import Broadcast, Shapes, Upload
 from oneround.seeds import generator
 from oneround.site import Site
@@ -51,7 +51,7 @@ def resolve(recipe: Recipe, data: Dataset) -> Recipe:
     """
     changes: dict[str, object] = {}
     if recipe.sums is not None:
-        chosen = features.of(recipe.sums.features).settled(data.shape)
+        chosen = features.of(recipe.sums.features).resolve(data.shape)
         sums.check_memory(chosen.size_for(data.shape))
         changes["sums.features"] = chosen.dump()
         if recipe.sums.mirror is None:
@@ -76,7 +76,7 @@ def prepare(
     seed = recipe.seeds.initialisation
     net = initialise(recipe.encoder, shape[0], len(class_names), seed, recipe.model.head)
     if recipe.local.initial_weights:
-        start_from(recipe.local.initial_weights, net, "initial_weights")
+        load_weights(recipe.local.initial_weights, net, "initial_weights")
     broadcast = Broadcast(recipe.federated, class_names, shape, net.weights())
     for rule in rules_of(recipe):
         rule.check(broadcast, recipe.local)
@@ -104,7 +104,7 @@ def _constants(recipe: Recipe, part: FeaturesPart, shape: Shape, server: Site) -
     seed = recipe.seeds.initialisation
     if isinstance(part, FrozenEncoder) and recipe.local.frozen_encoder is not None:
         net = initialise(part.encoder, shape[0], 2, seed)
-        start_from(recipe.local.frozen_encoder, net, "frozen_encoder")
+        load_weights(recipe.local.frozen_encoder, net, "frozen_encoder")
         return {name: on_cpu(value) for name, value in net.encoder.state_dict().items()}
     if not part.needs.public:
         return part.make(shape, seed, None)
@@ -129,11 +129,11 @@ def traffic(recipe: Federated, classes: int, shape: Shape, public: int) -> Traff
     summed, constants = {}, 0
     if recipe.sums is not None:
         part = features.of(recipe.sums.features)
-        summed, constants = sums.expected(recipe, part.size_for(shape), classes), part.bytes_down(shape)
+        summed, constants = sums.sums_layout(recipe, part.size_for(shape), classes), part.bytes_down(shape)
     if not recipe.trains:
         return Traffic(sum(math.prod(size) for size, _ in summed.values()), constants, bytes_of(summed))
-    net = network_layout(recipe.encoder, shape[0], classes, recipe.model.head)
-    width, float32 = net.features, torch.float32
+    net = meta_network(recipe.encoder, shape[0], classes, recipe.model.head)
+    weights, width, float32 = layout_of(net.state_dict()), net.encoder.features, torch.float32
     extras: Layout = {}
     if recipe.alignment is not None:
         extras["anchors"] = ((classes, width), float32)
@@ -145,9 +145,9 @@ def traffic(recipe: Federated, classes: int, shape: Shape, public: int) -> Traff
         size = min(size, public) if recipe.reference.source == "public" else size
         extras["reference.features"] = ((size, width), float32)
     statistics = requested_statistics(rules_of(recipe), classes, width)
-    sent = net.tensors | {name: (size, float32) for name, size in statistics.items()}
-    up = bytes_of(as_sent(sent, recipe.upload.encoding)) + bytes_of(summed)
-    return Traffic(net.size, bytes_of(net.tensors) + bytes_of(extras) + constants, up)
+    sent = weights | {name: (size, float32) for name, size in statistics.items()}
+    up = bytes_of(encoded_layout(sent, recipe.upload.encoding)) + bytes_of(summed)
+    return Traffic(net.size, bytes_of(weights) + bytes_of(extras) + constants, up)
 
 
 def train(
@@ -305,9 +305,9 @@ def _measure(learner: Learner, broadcast: Broadcast) -> dict[str, Tensor]:
         return torch.cat([net.encoder(batch) for batch in images.batches(device, *preprocessing(broadcast.recipe))])
 
     own_features = features_of(data)
-    unit, logits, labels = F.normalize(own_features, dim=1), net.answer(own_features), data.labels
+    unit, logits, labels = F.normalize(own_features, dim=1), net.classify(own_features), data.labels
     if validation := learner.site.validation:
-        logits, labels = net.answer(features_of(validation)), validation.labels.to(device)
+        logits, labels = net.classify(features_of(validation)), validation.labels.to(device)
     measured: dict[str, Tensor] = {}
     for rule in rules_of(broadcast.recipe):
         measured |= rule.measure(unit, data.labels, broadcast.classes) | rule.judge(logits, labels, broadcast.classes)

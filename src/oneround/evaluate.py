@@ -166,7 +166,7 @@ def score_model(model: GlobalModel, test: Images, device: torch.device) -> Score
             scoring.add(expert.to(device))
             del expert
         return scoring.score("", classes)
-    return Score.of(inference.answers(test, device, model.mean, model.std), test.labels, classes)
+    return Score.of(inference.predict(test, device, model.mean, model.std), test.labels, classes)
 
 
 @torch.inference_mode()

@@ -28,7 +28,7 @@ def format_bytes(count: float) -> str:
 
 
 def without_infinity(data: Any) -> Any:
-    """Plain data for JSON, which has no infinity: None stands for a number that is not finite."""
+    """Plain data for JSON, which has no infinity and no NaN: None replaces numbers that are not finite."""
     if isinstance(data, dict):
         return {key: without_infinity(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

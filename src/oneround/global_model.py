@@ -161,7 +161,7 @@ class GlobalModel(nn.Module):
         if path.is_dir():  # known before minutes of tracing
             raise ProtocolError(f"{path}: that is a folder; give a file name")
         if isinstance(self.inference, Ensemble):
-            self.inference.settle()
+            self.inference.load_experts()
         model = self.cpu().eval()
         example = torch.rand(3, *self.shape, generator=torch.Generator().manual_seed(0))
         batch = torch.export.Dim("batch", min=1, max=4096)

@@ -25,24 +25,19 @@ def may_use_workers(device: str | None) -> bool:
 
 
 def load_workers(module: str) -> ForkServerContext:
-    """Start the process that workers are forked from. Call it early: it imports `module`, and PyTorch, beside this one."""
-    processes = forked_from(module)
-    with ignoring_interrupts():
-        forkserver.ensure_running()
-    return processes
+    """Start the process that workers are forked from. Call it early: it imports `module`, and PyTorch, beside this one.
 
-
-@contextmanager
-def ignoring_interrupts() -> Iterator[None]:
-    """A process started here ignores Ctrl-C, which reaches all processes of a terminal: its parent ends it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    It ignores Ctrl-C, which reaches all processes of a terminal: its parent ends it.
+    """
+    context = forked_from(module)
+    in_main_thread = threading.current_thread() is threading.main_thread()  # no other may set signal handlers
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main_thread else None
     try:
-        yield
+        forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, before)
+        if in_main_thread:
+            signal.signal(signal.SIGINT, before)
+    return context
 
 
 def forked_from(*modules: str) -> ForkServerContext:
@@ -52,8 +47,8 @@ def forked_from(*modules: str) -> ForkServerContext:
     return context
 
 
-def stop_loading() -> None:
-    """Kill the fork server before this process exits: a worker forked now would have no parent."""
+def _kill_fork_server() -> None:
+    """Kill it before this process exits: a worker forked now would have no parent."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     if pid is not None:
         with suppress(ProcessLookupError):
@@ -82,7 +77,7 @@ def worker_pool(
         for process in list((pool._processes or {}).values()):
             process.kill()
         if isinstance(error, KeyboardInterrupt):
-            stop_loading()
+            _kill_fork_server()
         raise
     finally:
         with suppress(RuntimeError):  # interrupted while the pool's own thread was starting: it cannot be joined yet
@@ -111,7 +106,7 @@ class Listener:
             emit(event)
 
     def close(self) -> None:
-        """Emit the last events and end; call it once all workers are gone."""
+        """Emit the last events and end; call it after all workers have ended."""
         self.events._writer.close()  # type: ignore[attr-defined]
         self._thread.join(timeout=5)
 
@@ -135,7 +130,7 @@ def begin_worker() -> None:
 
 
 def _die_with_parent() -> None:
-    """Leave no worker that writes into the run folder of a killed parent."""
+    """End when the parent ends: no worker writes into the run folder of a killed run."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

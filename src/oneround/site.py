@@ -18,7 +18,7 @@ from oneround.data import Images
 from oneround.errors import RecipeError, RunError
 from oneround.session import ScoringSession
 
-SMALL = 2_000_000  # parameters; below this, one thread per client with clients in parallel is fastest
+SMALL_NETWORK = 2_000_000  # parameters; below this, one thread per client with clients in parallel is fastest
 GPU_HOST_THREADS = 4  # CPU threads of a run on a GPU: more would only compete with other runs on the machine
 
 
@@ -100,7 +100,7 @@ def threads_per_client(local: Local, parameters: int) -> int:
     cores = os.cpu_count() or 1
     if choose_device(local.device).type != "cpu":
         return min(GPU_HOST_THREADS, cores)
-    return 1 if parameters < SMALL else cores
+    return 1 if parameters < SMALL_NETWORK else cores
 
 
 def num_workers(local: Local, parameters: int, clients: int) -> int:

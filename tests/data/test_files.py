@@ -20,10 +20,11 @@ from oneround.errors import DataError
     [
         (b"", "not an idx"),
         (b"\x80\x04", "not an idx"),
+        (idx(np.zeros(6)), "not an idx file of unsigned bytes in 3 dimensions"),
         (idx(np.zeros((2, 28, 28)))[:-5], "promises"),
         (gzip.compress(b"x" * 50)[:-9], "cannot be read"),
     ],
-    ids=["empty", "pickle", "short", "torn gzip"],
+    ids=["empty", "pickle", "labels", "short", "torn gzip"],
 )
 def test_damaged_idx_files_are_named(raw: bytes, words: str, tmp_path: Path) -> None:
     path = tmp_path / "train-images-idx3-ubyte"

@@ -1,4 +1,4 @@
-"""Official data sets: small files of the real formats, written here, read by the real readers; downloads from a real web server."""
+"""Published data sets: small files of the real formats, written here, read by the real readers; downloads from a real web server."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def serve_svhn(folder: Path, base: str, monkeypatch: pytest.MonkeyPatch, *, spoi
     for name, n in (("train_32x32.mat", 5), ("test_32x32.mat", 2)):
         savemat(folder / name, {"X": pictures(n).transpose(1, 2, 3, 0), "y": np.ones((n, 1), np.uint8)})
         md5 = hashlib.md5((folder / name).read_bytes()).hexdigest()
-        files.append(official.Official(base + name, "0" * 32 if spoil else md5))
+        files.append(official.PublishedFile(base + name, "0" * 32 if spoil else md5))
     monkeypatch.setattr(datasets.kinds["svhn"], "official", tuple(files))
     monkeypatch.setattr(datasets.kinds["svhn"], "counts", (5, 2))
 
@@ -218,7 +218,7 @@ def test_a_download_with_another_checksum_is_refused(
 
 
 def test_no_network_and_no_file_says_where_to_put_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = official.Official("http://127.0.0.1:9/cifar-10-binary.tar.gz", "0" * 32)
+    closed = official.PublishedFile("http://127.0.0.1:9/cifar-10-binary.tar.gz", "0" * 32)
     monkeypatch.setattr(datasets.kinds["cifar10"], "official", (closed,))
     with pytest.raises(
         DataError,

@@ -78,7 +78,7 @@ def test_a_student_of_another_kind_from_made_up_images(federation: Federation, t
 
 
 def test_inversions_are_what_the_teacher_takes_for_each_class(federation: Federation) -> None:
-    teacher = federation.fused(kind="iffi").inference.settle().requires_grad_(False)
+    teacher = federation.fused(kind="iffi").inference.load_experts().requires_grad_(False)
     made = inversions(teacher, (1, 8, 8), 10, 60, 1, torch.device("cpu"))
     normalised = torch.cat(list(made.batches(torch.device("cpu"), MEAN, STD)))
     right = (teacher(normalised).argmax(1) == made.labels).float().mean()

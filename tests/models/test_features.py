@@ -15,7 +15,7 @@ from oneround.errors import OneroundError, RecipeError
 from oneround.models import initialise
 from oneround.models.features import Features, Symmetric, features, in_batches
 from oneround.protocol import Broadcast
-from oneround.protocol.messages import size_of
+from oneround.protocol.encoding import bytes_of, layout_of
 from oneround.site import Site
 from small_sums import broadcast_of
 
@@ -41,7 +41,7 @@ def test_a_frozen_encoder_is_read_at_the_server_and_sent(digits: Dataset, tmp_pa
     site = Site("site", digits.train.take(torch.arange(400)))
     upload = acts.train(Broadcast.unpack(message.pack()), site)
     assert upload.sums["total"].shape == (32,) and not upload.weights
-    assert acts.traffic(message.recipe, 10, message.shape, 0).down == size_of(message.extras)
+    assert acts.traffic(message.recipe, 10, message.shape, 0).down == bytes_of(layout_of(message.extras))
     images = (digits.test.pixels[:1].float() / 255 - 0.5) / 0.5
     lone = acts.train(message, Site("one", Images(digits.test.pixels[:1], digits.test.labels[:1])))
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_symmetric_features_are_the_mean_of_both() -> None:
     images = torch.arange(12.0).reshape(2, 1, 2, 3)
     symmetric = Symmetric(FirstPixels())
     assert symmetric(images).tolist() == [[1, 1, 1], [7, 7, 7]]
-    assert symmetric.size == 3 and symmetric.at_once == FirstPixels().at_once
+    assert symmetric.size == 3 and symmetric.batch_size == FirstPixels().batch_size
 
 
 def test_the_size_of_a_frozen_encoder_is_known_without_building_it() -> None:

@@ -51,7 +51,7 @@ def test_an_ensemble_is_its_formula_streamed_or_in_memory() -> None:
     ensemble = Ensemble(MeanLogits(), streamed := Streamed())
     expected = (expert(1).net(images) + 3 * expert(2).net(images)) / 4
     assert torch.allclose(ensemble(images), expected, atol=1e-6) and streamed.built == 2
-    ensemble.settle()
+    ensemble.load_experts()
     assert torch.allclose(ensemble(images), expected, atol=1e-6)
     assert torch.allclose(ensemble(images), expected, atol=1e-6) and streamed.built == 4, "built once more, then kept"
     assert [shard["samples"].item() for shard in ensemble.shards()] == [1, 3]
@@ -82,7 +82,7 @@ def test_a_network_for_inference_answers_a_set_as_it_answers_a_batch() -> None:
     model = to_inference(Single(initialise(CNN, 1, 3, 1), {"round": 2}), torch.device("cpu"))
     assert not model.net.training and not any(parameter.requires_grad for parameter in model.parameters())
     pixels = torch.randint(0, 256, (600, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    answers = model.answers(Images(pixels, torch.zeros(600).long()), torch.device("cpu"), 0.5, 0.5)
+    answers = model.predict(Images(pixels, torch.zeros(600).long()), torch.device("cpu"), 0.5, 0.5)
     assert torch.allclose(answers, model((pixels.float() / 255 - 0.5) / 0.5), atol=1e-5)
     (weights,) = model.shards()
     assert weights.keys() == model.net.state_dict().keys() and model.facts == {"round": 2}

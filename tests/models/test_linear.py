@@ -51,26 +51,26 @@ def test_scores_are_the_formula_and_mirrored_ones_the_mean_of_both() -> None:
 def test_answers_are_computed_once_in_a_session_and_every_time_without_one() -> None:
     for session, times in ((ScoringSession(), 1), (None, 2)):
         model, batch = classifier(session=session), images()
-        first, second = (model.answers(batch, CPU, 0.5, 0.5) for _ in range(2))
+        first, second = (model.predict(batch, CPU, 0.5, 0.5) for _ in range(2))
         assert torch.equal(first, second) and model.features.images == times * len(batch)  # type: ignore[operator]
 
 
 def test_other_images_another_model_or_another_normalisation_is_another_question() -> None:
     session = ScoringSession()
     model, batch = classifier(session=session), images()
-    first = model.answers(batch, CPU, 0.5, 0.5)
+    first = model.predict(batch, CPU, 0.5, 0.5)
     other = classifier(session=session, seed=3)
     for scores in (
-        model.answers(images(seed=4), CPU, 0.5, 0.5),
-        model.answers(batch, CPU, 0.0, 1.0),
-        other.answers(batch, CPU, 0.5, 0.5),
-        classifier(mirrored=True, session=session).answers(batch, CPU, 0.5, 0.5),
+        model.predict(images(seed=4), CPU, 0.5, 0.5),
+        model.predict(batch, CPU, 0.0, 1.0),
+        other.predict(batch, CPU, 0.5, 0.5),
+        classifier(mirrored=True, session=session).predict(batch, CPU, 0.5, 0.5),
     ):
         assert not torch.allclose(scores, first)
     same = classifier(session=session)
-    assert torch.equal(same.answers(batch, CPU, 0.5, 0.5), first) and same.features.images == 0
+    assert torch.equal(same.predict(batch, CPU, 0.5, 0.5), first) and same.features.images == 0
     batch.pixels.copy_(255 - batch.pixels)
-    assert not torch.allclose(model.answers(batch, CPU, 0.5, 0.5), first), "the same tensor, other images"
+    assert not torch.allclose(model.predict(batch, CPU, 0.5, 0.5), first), "the same tensor, other images"
 
 
 def test_what_is_saved_is_what_the_answers_depend_on() -> None:

@@ -14,7 +14,7 @@ from oneround.config.load import change
 from oneround.data import Dataset
 from oneround.errors import ProtocolError
 from oneround.models import encoders, initialise
-from oneround.models.pretrained import start_from
+from oneround.models.pretrained import load_weights
 
 
 def test_initial_weights_from_a_file(digits: Dataset, tmp_path: Path) -> None:
@@ -48,13 +48,13 @@ def test_a_prefix_is_optional_and_values_must_be_finite(tmp_path: Path) -> None:
         safetensors.torch.save_file({f"{prefix}{name}": value for name, value in encoder.items()}, path)
         net = initialise(part, 1, 10, 6)
         before = net.prototypes.clone()
-        start_from(path, net, "initial_weights")
+        load_weights(path, net, "initial_weights")
         assert all(torch.equal(net.encoder.state_dict()[name], value) for name, value in encoder.items())
         assert torch.equal(net.prototypes, before), "an encoder alone leaves the head"
     broken = {**encoder, "norms.0.weight": encoder["norms.0.weight"] * torch.nan}
     safetensors.torch.save_file(broken, path)
     with pytest.raises(ProtocolError, match=r"encoder.norms.0.weight holds values that are not finite"):
-        start_from(path, initialise(part, 1, 10, 6), "initial_weights")
+        load_weights(path, initialise(part, 1, 10, 6), "initial_weights")
     safetensors.torch.save_file(encoder, path)
     with pytest.raises(ProtocolError, match=r"local.teacher_weights = .*: tensor prototypes is missing"):
-        start_from(path, initialise(part, 1, 10, 6), "teacher_weights", whole=True)
+        load_weights(path, initialise(part, 1, 10, 6), "teacher_weights", whole=True)

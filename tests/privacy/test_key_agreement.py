@@ -61,24 +61,24 @@ def test_a_key_is_bound_on_disk_to_its_first_broadcast(tmp_path: Path) -> None:
     folder = tmp_path / "site"
     roster = {**KEYS, NAMES[0]: key_agreement.public_key(folder, RUN)}
     path = tmp_path / "site" / "masks" / f"{RUN}.json"
-    key_agreement.bind(key_agreement._read(path), "first", roster)
+    key_agreement.bind(key_agreement.SiteKey.read(path), "first", roster)
     assert json.loads(path.read_text())["binding"] == {"context": "first", "sites": NAMES}
-    key_agreement.bind(key_agreement._read(path), "first", roster)
+    key_agreement.bind(key_agreement.SiteKey.read(path), "first", roster)
     with pytest.raises(ProtocolError, match=r"bound to another broadcast of client_000, client_001, client_002"):
-        key_agreement.bind(key_agreement._read(path), "second", roster)
-    key_agreement._read(path).write({"first": "fingerprint"})
-    assert key_agreement._read(path).binding == key_agreement.Binding("first", tuple(NAMES)), (
+        key_agreement.bind(key_agreement.SiteKey.read(path), "second", roster)
+    key_agreement.SiteKey.read(path).write({"first": "fingerprint"})
+    assert key_agreement.SiteKey.read(path).binding == key_agreement.Binding("first", tuple(NAMES)), (
         "what was masked is noted beside it"
     )
     content = json.loads(path.read_text())
     del content["binding"]
     path.write_text(json.dumps(content))  # as written before keys were bound
-    key_agreement.bind(key_agreement._read(path), "first", roster)
+    key_agreement.bind(key_agreement.SiteKey.read(path), "first", roster)
     path.write_text(json.dumps(content))
     with pytest.raises(
         ProtocolError, match="bound to another broadcast, and a second total would reveal what masks hide"
     ):
-        key_agreement.bind(key_agreement._read(path), "second", roster)
+        key_agreement.bind(key_agreement.SiteKey.read(path), "second", roster)
 
 
 def test_a_site_warns_when_it_masks_in_another_set_of_sites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -88,7 +88,7 @@ def test_a_site_warns_when_it_masks_in_another_set_of_sites(tmp_path: Path, capl
             assert not caplog.records
             own = key_agreement.public_key(folder, run)
             roster = {name: KEYS[name] for name in names} | {NAMES[0]: own}
-            key = key_agreement._own(NAMES[0], folder, roster)
+            key = key_agreement._own_key(NAMES[0], folder, roster)
             key_agreement._warn_of_difference(folder, key_agreement.bind(key, run, roster))
     assert (
         "masked with client_000, client_001, client_002 before and now masks with client_000, client_001" in caplog.text

@@ -14,7 +14,7 @@ import torch
 from noise import ignores
 from oneround.errors import ProtocolError
 from oneround.privacy import masks
-from oneround.privacy.masks import Masked, Masker, add_up, simulated
+from oneround.privacy.masks import Masked, Masker, add_up, simulated_masker
 from oneround.sums import Moments
 from oneround.sums.moments import triangle_of
 
@@ -154,7 +154,7 @@ def test_what_cannot_be_masked_is_refused() -> None:
 
 
 def test_simulated_masks_cancel_and_differ_from_seed_to_seed() -> None:
-    first, second = ([simulated(name, NAMES, seed).mask(sums(0), "x") for name in NAMES] for seed in (1, 2))
+    first, second = ([simulated_masker(name, NAMES, seed).mask(sums(0), "x") for name in NAMES] for seed in (1, 2))
     total, expected = add_up(first), sums(0) + sums(0) + sums(0)
     assert torch.allclose(total.gram, expected.gram, atol=1e-6)
     assert not torch.equal(first[0].numbers["cross"], second[0].numbers["cross"])

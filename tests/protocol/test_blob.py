@@ -18,7 +18,7 @@ from tampering import Federation, framed, refuse
 def test_many_bytes_are_hashed_as_few_are(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {str(number): torch.arange(number * 1000) for number in range(5)}
     few = blob.checksum(tensors)
-    monkeypatch.setattr(blob, "MANY", 0)  # side by side, as if there were megabytes
+    monkeypatch.setattr(blob, "THREADED_BYTES", 0)  # side by side, as if there were megabytes
     assert blob.checksum(tensors) == few
 
 

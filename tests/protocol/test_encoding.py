@@ -15,8 +15,7 @@ from oneround.config.load import load
 from oneround.data import Dataset
 from oneround.errors import ProtocolError
 from oneround.protocol import Upload, blob
-from oneround.protocol.encoding import as_received, as_sent, bytes_of, decode, encode, layout_of
-from oneround.protocol.messages import size_of
+from oneround.protocol.encoding import as_received, bytes_of, decode, encode, encoded_layout, layout_of
 from oneround.site import Site
 
 
@@ -33,7 +32,7 @@ def test_int8_is_as_near_as_a_byte_can_be_and_stays_put(shape: list[int], expone
     step = tensor.abs().flatten(1).amax(1).reshape(-1, *[1] * (tensor.dim() - 1)) / 127
     assert (again - tensor).abs().le(0.501 * step).all()
     assert blob.checksum(encode({"w": again}, "int8")) == blob.checksum(sent)
-    assert as_sent(layout_of({"w": tensor}), "int8") == layout_of(sent)
+    assert encoded_layout(layout_of({"w": tensor}), "int8") == layout_of(sent)
 
 
 def test_small_tensors_and_counters_are_left_alone() -> None:
@@ -67,14 +66,16 @@ def test_an_encoded_upload_comes_back_as_the_site_saw_it(digits: Dataset, encodi
     upload = acts.train(broadcast, Site("a", digits.train.take(torch.arange(64))))
     asked = acts.statistics_of(broadcast)
     again = Upload.unpack(upload.pack(), broadcast, asked)
-    assert again.content == upload.content and again.size == upload.size
+    assert again.content == upload.content
     assert blob.checksum(again.weights) == blob.checksum(upload.weights)
     assert all(value.dtype != torch.float16 for value in again.weights.values())
-    assert upload.size == acts.traffic(recipe, 10, (1, 8, 8), 0).up < size_of(broadcast.weights)
+    _, sent = blob.unpack(upload.pack(), "upload", "upload")
+    up = acts.traffic(recipe, 10, (1, 8, 8), 0).up
+    assert bytes_of(layout_of(sent)) == up < bytes_of(layout_of(broadcast.weights))
     plain = replace(upload, encoding="fp32")
     with pytest.raises(ProtocolError, match=r"refused, (statistics\S+ is torch\.float32|tensor scale\.\S+ is missing)"):
         Upload.unpack(plain.pack(), broadcast, asked)
-    assert bytes_of(layout_of(as_received(upload.weights, encoding))) == size_of(broadcast.weights)
+    assert bytes_of(layout_of(as_received(upload.weights, encoding))) == bytes_of(layout_of(broadcast.weights))
 
 
 def test_a_scale_that_overflows_is_refused(digits: Dataset) -> None:

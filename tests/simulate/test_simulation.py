@@ -25,7 +25,7 @@ from oneround.errors import OutOfTime, ProtocolError, RecipeError, RunError
 from oneround.federate.server_app import serve
 from oneround.global_model import GlobalModel
 from oneround.protocol import Broadcast, Upload
-from oneround.protocol.messages import size_of
+from oneround.protocol.encoding import bytes_of, layout_of
 from oneround.runs.folder import RunFolder
 from oneround.runs.log import MetricsLog
 from oneround.server.plan import DealtPlan
@@ -132,7 +132,7 @@ def test_the_size_of_a_run_is_known_before_it_starts(digits: Dataset) -> None:
         assert word in text, text
     assert plan.steps == 3 * (7 + 7 + 3 + 5 + 4)
     sent = plan.prepare()
-    assert plan.traffic.down == size_of(sent.weights | sent.extras) < plan.traffic.up
+    assert plan.traffic.down == bytes_of(layout_of(sent.weights | sent.extras)) < plan.traffic.up
     assert plan.traffic.parameters == sum(tensor.numel() for tensor in sent.weights.values())
 
 

@@ -10,7 +10,7 @@ from oneround.config.load import load
 from oneround.data import Dataset
 from oneround.errors import ProtocolError, RecipeError
 from oneround.protocol import Broadcast
-from oneround.protocol.messages import size_of
+from oneround.protocol.encoding import bytes_of, layout_of
 from oneround.server.plan import DealtPlan
 from oneround.site import Site
 from oneround.sums import Moments
@@ -40,7 +40,9 @@ def test_patches_of_public_images_travel_in_the_broadcast(digits: Dataset) -> No
     recipe = load("ridge", [("sums.features", public), ("public", 0.1)])
     broadcast = DealtPlan.of(recipe, digits).prepare()
     assert broadcast.extras["features.filters"].shape == (12, 16)
-    assert DealtPlan.of(recipe, digits).traffic.down == size_of(broadcast.weights) + size_of(broadcast.extras)
+    assert DealtPlan.of(recipe, digits).traffic.down == bytes_of(layout_of(broadcast.weights)) + bytes_of(
+        layout_of(broadcast.extras)
+    )
     upload = acts.train(broadcast, Site("site", digits.train.take(torch.arange(300))))
     assert (
         acts.fuse([upload], broadcast).predict(digits.test.pixels).argmax(1).eq(digits.test.labels).float().mean() > 0.7

@@ -15,8 +15,7 @@ from oneround.fusion.ridge import total_sums
 from oneround.protocol import Broadcast, Upload
 from oneround.server.plan import DealtPlan
 from oneround.sums import moments, packed, unpacked
-from oneround.sums.moments import Moments, mirror_, square_of, triangle_of
-from oneround.sums.moments import expected as layout_of
+from oneround.sums.moments import Moments, mirror_, square_of, sums_layout, triangle_of
 from small_sums import broadcast_of, upload_of
 
 CPU = torch.device("cpu")
@@ -108,7 +107,7 @@ def test_a_triangle_is_the_matrix_again(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_layout_is_known_before_anything_is_summed(digits: Dataset, how: dict[str, object]) -> None:
     changes = {"reveal__class_counts" if key == "class_counts" else f"sums__{key}": value for key, value in how.items()}
     recipe = broadcast_of(digits, **changes).recipe
-    layout = layout_of(recipe, 96, 10)
+    layout = sums_layout(recipe, 96, 10)
     if recipe.secure:
         assert {dtype for _, dtype in layout.values()} == {torch.int64} and layout["check"][0] == (8,)
     else:

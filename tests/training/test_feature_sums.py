@@ -15,7 +15,7 @@ from oneround.config.load import load
 from oneround.data import Dataset
 from oneround.errors import RunError
 from oneround.fusion.ridge import total_sums
-from oneround.privacy.masks import simulated
+from oneround.privacy.masks import simulated_masker
 from oneround.server.plan import DealtPlan
 from oneround.site import Site
 from oneround.sums import unpacked
@@ -58,8 +58,10 @@ def test_masks_need_a_secret_with_every_other_site(digits: Dataset) -> None:
     with pytest.raises(RunError, match=r"a: sums.secure needs a secret with each other site, and knows 0"):
         feature_sums(masked, Site("a", images["a"]))
     with pytest.raises(RunError, match=r"and knows 2"):
-        feature_sums(masked, Site("a", images["a"], masker=simulated("a", "abc", 1)))
-    uploads = [acts.train(masked, Site(name, own, masker=simulated(name, "ab", 1))) for name, own in images.items()]
+        feature_sums(masked, Site("a", images["a"], masker=simulated_masker("a", "abc", 1)))
+    uploads = [
+        acts.train(masked, Site(name, own, masker=simulated_masker(name, "ab", 1))) for name, own in images.items()
+    ]
     total = total_sums(uploads, masked, torch.device("cpu"))
     plain = unpacked(upload_of(broadcast_of(digits), digits, "all", np.arange(100)).sums)
     assert torch.allclose(total.gram, plain.gram, rtol=1e-4, atol=1e-4) and torch.equal(total.counts, plain.counts)

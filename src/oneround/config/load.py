@@ -1,7 +1,7 @@
 """From a preset name, a YAML file or a run folder to a validated recipe.
 
 A recipe starts from a preset (`extends: fafi` in a file, or its name on the command line), then come the file's own keys,
-then `--set a.b=c`. The resolved recipe is saved with every run and runs again as it stands.
+then `--set a.b=c`. The resolved recipe is saved with every run, and running it again repeats the run.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class _Yaml(yaml.SafeLoader):
         return node
 
 
-_OURS = {f"tag:yaml.org,2002:{name}" for name in ("bool", "float", "timestamp")}
+_REDEFINED = {f"tag:yaml.org,2002:{name}" for name in ("bool", "float", "timestamp")}
 _Yaml.yaml_implicit_resolvers = {
-    first: [resolver for resolver in resolvers if resolver[0] not in _OURS]
+    first: [resolver for resolver in resolvers if resolver[0] not in _REDEFINED]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Yaml.add_implicit_resolver(
@@ -65,6 +65,8 @@ _Yaml.add_implicit_resolver(
 
 
 class _PresetYaml(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """The same scalars, read by PyYAML's parser in C where it is installed."""
+
     yaml_implicit_resolvers = _Yaml.yaml_implicit_resolvers
 
 
@@ -83,11 +85,11 @@ def read_yaml(text: str, where: str) -> Any:
     return content
 
 
-_CONTENTS = {
+_TYPE_NAMES = {
     type(None): "nothing",
     list: "a list",
-    str: "a text",
-    bool: "a yes or no",
+    str: "text",
+    bool: "true or false",
     int: "a number",
     float: "a number",
 }
@@ -100,7 +102,7 @@ def read_mapping(path: Path, form: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise RecipeError(f"{path}: not text; {form}") from None
     if not isinstance(content, dict):
-        raise RecipeError(f"{path}: {form}, this file holds {_CONTENTS.get(type(content), 'something else')}")
+        raise RecipeError(f"{path}: {form}, this file holds {_TYPE_NAMES.get(type(content), 'something else')}")
     return content
 
 
@@ -117,7 +119,7 @@ def _refuse_loops(node: Any, above: tuple[int, ...]) -> None:
 def presets() -> Mapping[str, Mapping[str, Any]]:
     """The file of every preset, by name: its `about` block (alias, idea, formula), what it extends, and its own keys.
 
-    Read by the parser written in C, which checks less: a test reads the same files by `read_yaml`.
+    The fast parser checks less than `read_yaml`, by which a test reads the same files.
     """
     paths = sorted(Path(__file__).parent.parent.joinpath("methods").glob("*.yaml"))
     return {path.stem: yaml.load(path.read_bytes(), Loader=_PresetYaml) for path in paths}
@@ -198,9 +200,7 @@ def load(source: str | PathLike[str], overrides: Overrides = ()) -> Recipe:
         raise RecipeError(f"no recipe file '{source}'")
     else:
         raw = _preset(str(source), "no preset or recipe file", "; or a .yaml file, or a run folder")
-    for key, value in pairs(overrides):
-        assign(raw, key, value)
-    return parse(raw)
+    return parse(raw, overrides)
 
 
 def _load_plugins(raw: dict[str, Any]) -> dict[str, Any]:
@@ -237,13 +237,15 @@ def _load_plugins(raw: dict[str, Any]) -> dict[str, Any]:
     return {**walked, "local": {**local, "plugins": plugins}} if plugins else walked
 
 
-def parse(raw: dict[str, Any]) -> Recipe:
-    """Validate plain data as a recipe; every mistake is one line with the key, its value and what is allowed."""
+def parse(raw: dict[str, Any], overrides: Overrides = ()) -> Recipe:
+    """Set the overrides in plain data and validate it as a recipe; every mistake is one line: key, value and what is allowed."""
+    for key, value in pairs(overrides):
+        assign(raw, key, value)
     return checked(Recipe, _load_plugins(raw))
 
 
 def parse_federated(raw: Any) -> Federated:
-    """The federated half as it came in a Broadcast: parts by registered name only, nothing is imported."""
+    """Validate the federated half in a received message: parts by registered name only, no plug-in is imported."""
     return checked(Federated, raw)
 
 
@@ -260,10 +262,7 @@ def parse_part(name: str, raw: Any) -> Part:
 
 def change(recipe: Recipe, changes: Overrides) -> Recipe:
     """A changed copy, validated like any other: `change(recipe, {"training.epochs": 3})`."""
-    raw = recipe.model_dump(mode="json")
-    for key, value in pairs(changes):
-        assign(raw, key, value)
-    return parse(raw)
+    return parse(recipe.model_dump(mode="json"), changes)
 
 
 def checked(model: type[M], raw: Any, what: str = "recipe") -> M:

@@ -1,4 +1,4 @@
-"""Parts and slots: a method is a composition, not a copy.
+"""Parts and slots: a method is a composition of parts.
 
 A *part* is its options (a strict, frozen model) and the one thing those options configure. A *slot* is a place in a
 recipe that one registered part fills; `kind:` selects it. Parts come from this package or from anywhere else:
@@ -77,7 +77,7 @@ class Needs:
     """A teacher's outputs, which only the server has."""
 
     def __or__(self, other: Needs) -> Needs:
-        """What both need together."""
+        """What either of them needs."""
         return Needs(**{each.name: max(getattr(self, each.name), getattr(other, each.name)) for each in fields(Needs)})
 
 
@@ -92,13 +92,13 @@ class Part(Strict):
         return Needs()
 
     def dump(self) -> dict[str, Any]:
-        """The part as plain data, as it stands in a resolved recipe."""
+        """The part as plain data, as in a resolved recipe."""
         return {"kind": self.kind, **self.model_dump(mode="json")}
 
     @property
     def label(self) -> str:
         """Its kind and what differs from the defaults: `typicality-gated beta=2.0`."""
-        return self.describe(_differing(self))
+        return self.describe(_changed_options(self))
 
     def describe(self, options: dict[str, Any]) -> str:
         """Its kind with these options."""
@@ -106,7 +106,7 @@ class Part(Strict):
         return " ".join([self.kind, *(f"{key}={value}" for key, value in values.items())])
 
 
-def _differing(options: Strict) -> dict[str, Any]:
+def _changed_options(options: Strict) -> dict[str, Any]:
     """Options that differ from their defaults (a part's default is its kind); nested ones by dotted name."""
     changed: dict[str, Any] = {}
     for name, field in type(options).model_fields.items():
@@ -114,7 +114,7 @@ def _differing(options: Strict) -> dict[str, Any]:
         if value == field.default or (isinstance(value, Part) and value.label == field.default):
             continue
         if isinstance(value, Strict) and not isinstance(value, Part):
-            changed |= {f"{name}.{key}": each for key, each in _differing(value).items()}
+            changed |= {f"{name}.{key}": each for key, each in _changed_options(value).items()}
         else:
             changed[name] = value
     return changed
@@ -172,7 +172,7 @@ RENAMED = {
     "continues": "makes_network",
     "reveals": "discloses",
 }
-"""What plug-ins written for version 0.1 may declare and what replaces it; it would be ignored silently."""
+"""Attributes of plug-ins written for version 0.1, with what replaces them: otherwise they would be ignored silently."""
 
 
 class Slot(Generic[P]):
@@ -247,11 +247,11 @@ class In:
 
 
 MODULE_AND_NAME = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
-"""How a recipe or a site names an object of a module of the user's."""
+"""How a recipe or a site file names an object in a user's module."""
 
 
 def load_plugin(name: str) -> ModuleType:
-    """Import a module of the user's so that its parts register; the current folder is searched like in `python -m`."""
+    """Import a user's module, which registers its parts; the current folder is searched as with `python -m`."""
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
@@ -260,12 +260,12 @@ def load_plugin(name: str) -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == name.split(".")[0]:
             text = f"local.plugins: no module named '{name}' here; install it, or run from the folder that has it"
         else:
-            text = _broken(name, error)
+            text = _import_failure(name, error)
         raise RecipeError(text) from error
 
 
-def _broken(module: str, error: Exception) -> str:
-    """One line on a plug-in that fails while it is imported: where, and with which error."""
+def _import_failure(module: str, error: Exception) -> str:
+    """One line about a plug-in whose import fails: file, line and error."""
     if isinstance(error, SyntaxError):
         where, reason = f"{error.filename}:{error.lineno}: ", error.msg
     else:

@@ -1,6 +1,6 @@
-"""The experiment as data.
+"""The recipe: an experiment as data.
 
-A recipe has two halves. The *federated* half says what everybody does (data, partition, model, training, objective,
+A recipe has two halves. The *federated* half is the same for all sites (data, partition, model, training, objective,
 fusion, seeds); it is hashed and travels in the Broadcast. The *local* half says how this machine does it (paths, device,
 threads); it never leaves the site and never changes what is hashed.
 
@@ -37,10 +37,10 @@ from oneround.config.sections import (
     Reveal,
     Safeguards,
     Seeds,
-    Sending,
     Sums,
     Trace,
     Training,
+    UploadOptions,
 )
 from oneround.errors import RecipeError
 
@@ -49,13 +49,13 @@ FORMER_NAMES = {"rails": "safeguards"}
 
 
 def current_name(key: str) -> str:
-    """The name today of a recipe key such as `rails.on_explosion`."""
+    """Today's name of a recipe key such as `rails.on_explosion`."""
     section, dot, rest = key.partition(".")
     return FORMER_NAMES.get(section, section) + dot + rest
 
 
 def with_current_names(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a recipe by their names of today; RecipeError where one has both names."""
+    """A recipe with today's names of its keys; RecipeError if it has a key under both names."""
     twice = next((former for former, name in FORMER_NAMES.items() if former in raw and name in raw), None)
     if twice is not None:
         raise RecipeError(f"{twice} is the former name of {FORMER_NAMES[twice]}; give one of them")
@@ -71,15 +71,15 @@ class Federated(Strict):
     data: Annotated[Part, In("data")] = Field(default="digits", validate_default=True)
     """The data set: digits, mnist, fashion-mnist, cifar10, cifar100, svhn, tiny-imagenet, gtsrb, images, npz, arrays; sites: each its own."""
     partition: Annotated[PartitionPart, In("partition")] = Field(default="dirichlet", validate_default=True)
-    """Who holds what."""
+    """Which client has which samples."""
     public: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the training images the server keeps for itself, taken out of every class before the partition."""
     label_noise: LabelNoise | None = None
-    """Default: every label is as the data has it."""
+    """Default: no label is changed."""
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share held back to choose snapshots and options of rules by, and to judge clients by."""
     validation_from: Literal["public", "clients"] | None = None
-    """Whose images are held back; default: the public ones if there are any, else every client's."""
+    """Whose images are held back; default: public ones if there are any, else every client's."""
     model: Model = Model()
     training: Training = Training()
     objective: Objective = Field(default_factory=dict, validate_default=True)
@@ -102,11 +102,11 @@ class Federated(Strict):
     rounds: Count = 1
     """Real exchanges. The network that the first rule makes is where the next round starts; `training` describes one round."""
     participation: Participation = Participation()
-    """Who trains in a round; all of them where there is only one."""
+    """Which clients train in a round; all of them where there is only one round."""
     snapshots: Annotated[int, Field(ge=0)] = 10
     """Epochs between snapshots (intermediate uploads, fused and scored); 0: only at the end. With several rounds: after every round."""
     evaluation: Evaluation = Evaluation()
-    upload: Sending = Sending()
+    upload: UploadOptions = UploadOptions()
     reveal: Reveal = Reveal()
     quorum: Count | None = None
     """Minimum number of uploads to fuse in a federation; default: all (`partition.clients`)."""
@@ -135,7 +135,7 @@ class Federated(Strict):
         return self
 
     def _problems(self) -> Iterator[str]:
-        """What keeps this recipe from running: a part needs what nothing provides, or sections exclude each other."""
+        """Why this recipe cannot run: a part needs what nothing provides, or sections exclude each other."""
         if not self.trains:
             yield from self._problems_without_network()
         if self.secure:

@@ -22,9 +22,9 @@ class Seeds(Strict):
     """Three independent sources of randomness; `--seed` sets them together."""
 
     partition: Seed = 1
-    """Who holds what."""
+    """Which client has which samples."""
     initialisation: Seed = 1
-    """The weights and prototypes everybody starts from."""
+    """The initial weights and prototypes, the same for all clients."""
     training: Seed = 1
     """Shuffles and augmentations."""
 
@@ -75,7 +75,7 @@ class Training(Strict):
     views: Literal[1, 2] = 2
     """Random views of every sample in a step; contrastive terms want two."""
     sampling: Literal["shuffle", "balanced"] = "shuffle"
-    """Every sample once an epoch, or every class the client holds equally often."""
+    """Every sample once per epoch, or every class that the client has equally often."""
     last_batch: Literal["wrap", "keep", "drop"] = "wrap"
     """An incomplete last batch is filled from the start of the same shuffle, kept short, or dropped."""
     learning_rate: Positive = 0.05
@@ -84,7 +84,7 @@ class Training(Strict):
     milestones: list[Count] = Field(default=[])
     """Of `steps`: local epochs, counted anew in every round, after which the rate falls."""
     factor: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Of `steps`: by what the rate is multiplied."""
+    """Of `steps`: the factor that the rate is multiplied by."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     weight_decay: NotNegative = 0.0
     restart_optimizer: bool = True
@@ -108,7 +108,7 @@ class Training(Strict):
 
 
 class Participation(Strict):
-    """Who trains in a round."""
+    """Which clients train in a round."""
 
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the clients, drawn anew every round."""
@@ -120,13 +120,13 @@ class Stage(Strict):
     """A stretch of the training with its own choice of terms."""
 
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Part of all local epochs it takes (at least one); the last stage takes the rest."""
+    """Its share of the local epochs (at least one epoch); the last stage takes the rest."""
     epochs: Count | None = None
     """Alternatively, its number of epochs."""
     terms: dict[str, NotNegative] | None = None
-    """Which terms count, with their weights; default: all of them."""
+    """The terms of this stage, with their weights; default: all terms."""
     align: bool = True
-    """Whether the alignment counts too."""
+    """Whether the loss includes the alignment."""
 
 
 class Objective(Strict):
@@ -244,7 +244,7 @@ class Reference(TeacherFeatures):
 
 
 class Adapter(Strict):
-    """Size and training of the adapter."""
+    """Size and training of MergeNet's adapter."""
 
     width: Count = 64
     """Of every attention head (d_attention)."""
@@ -284,7 +284,7 @@ class Companion(Strict):
 
     kind: Literal["mergenet"] = "mergenet"
     teacher: LargerNetwork = Field(default_factory=LargerNetwork)
-    """Its encoder and learning rate; it begins with random weights."""
+    """Its encoder and learning rate; its initial weights are random."""
     adapter: Adapter = Adapter()
     pairs: list[Pair] = Field(default=[])
     """As in the fusion rule `mergenet`."""
@@ -306,10 +306,10 @@ class Sums(Strict):
     """Mirror images: `features` averages the features of an image and its mirror image (half as many say as much), `copies`
     counts mirror images as images of their own, `none`; default: features, or none for data that a mirror changes (digits, signs)."""
     precision: Literal["fp32", "int16", "fp16", "bf16"] = "fp32"
-    """Of the second moments in the upload; the 16-bit ones divide by the diagonal first and halve the upload. What is left lies
+    """Of the second moments in the upload; the 16-bit ones divide by the diagonal first and halve the upload. The quotients lie
     between -1 and 1, where 65,535 even steps (int16) round less than either kind of float."""
     rank: Count | None = None
-    """Send only so many leading directions of the second moments and the rest as a diagonal; default: all, exactly."""
+    """Number of leading directions of the second moments to send, the rest as a diagonal; default: all, exactly."""
     secure: bool = False
     """Send the sums under pairwise masks that cancel in their total, which is all the server then sees; all clients must arrive."""
 
@@ -346,13 +346,13 @@ class Trace(Strict):
     """Interval in steps, recorded at the end of an epoch; 0: never."""
 
 
-class Sending(Strict):
-    """How an upload travels, and how large it may be."""
+class UploadOptions(Strict):
+    """How an upload is encoded, and how large its tensors may be."""
 
     encoding: Literal["fp32", "fp16", "int8"] = "fp32"
     """As trained; half precision; or one byte per value with a scale per channel (one-dimensional tensors stay fp32)."""
     largest_norm: Positive = 10.0
-    """A server refuses an upload with a tensor whose norm is more than so many times the broadcast's."""
+    """The largest norm of an upload's tensor, relative to the broadcast's; a server refuses more."""
 
 
 class Noise(Strict):
@@ -370,6 +370,8 @@ class Reveal(Strict):
 
 
 class Evaluation(Strict):
+    """How models are scored."""
+
     unnormalised: bool = False
     """Feed test images as they are; only to reproduce code that normalised training images alone."""
 

@@ -1,6 +1,5 @@
 """Data sets, partitions and augmented views."""
 
-from oneround.data import official as official
 from oneround.data.datasets import Loader, datasets, load_dataset
 from oneround.data.images import Dataset, Images, dataset_from_arrays
 from oneround.data.own import own_images

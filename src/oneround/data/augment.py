@@ -6,7 +6,7 @@ and numbers (`views`): a CPU and a GPU make the same views, and a test can choos
 A view is two linear maps. The crop, its enlargement and the mirror are an interpolation matrix on either side of the image.
 Brightness, contrast, saturation, hue and greyscale are one 3×3 matrix and an offset on its colours: brightness scales all,
 contrast scales what differs from the image's mean luminance, saturation scales and hue turns the chroma (the plane of YIQ).
-Taken without rounding to 0…1 in between they commute, so their order does not matter; the result is clamped once.
+Without clamping to 0…1 in between they commute, so their order does not matter; the result is clamped once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def views(pixels: Tensor, numbers: Tensor, options: Augment) -> Tensor:
 
 
 def crop(images: Tensor, numbers: Tensor, options: Augment) -> Tensor:
-    """Random resized crop and mirror, as two small interpolation matrices per image (bilinear, edges held)."""
+    """Random resized crop and mirror, as two small interpolation matrices per image (bilinear, clamped at the edges)."""
     height, width = images.shape[-2:]
     (low, high), (thin, wide) = options.crop_scale, options.crop_ratio
     area = low + (high - low) * numbers[:, AREA]

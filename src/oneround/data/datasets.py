@@ -27,10 +27,10 @@ class Loader(Part):
     mirror: ClassVar[bool] = True
     """Whether a mirror image keeps its label."""
     elsewhere: ClassVar[bool] = False
-    """Whether the training images are at the sites, so that there is nothing to deal out here."""
+    """Whether the training images are at the sites, so that the server has none to partition."""
 
     def load(self, path: Path | None) -> Dataset:
-        """Read it from `path` (a folder, or the file itself), or from the cache, downloading it if needed."""
+        """Read the data set from `path` (a folder, or the file itself), or from the cache, downloading it if needed."""
         raise NotImplementedError
 
 
@@ -52,10 +52,8 @@ class Digits(Loader):
         content = np.loadtxt(_digits_file(), delimiter=",")
         pixels = np.round(content[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
         labels = content[:, -1].astype(np.int64)
-        rank = np.zeros(len(labels), np.int64)  # index of a sample within its class
-        for digit in range(10):
-            rank[labels == digit] = np.arange((labels == digit).sum())
-        test = rank % 5 == 4
+        fifths = np.concatenate([np.flatnonzero(labels == digit)[4::5] for digit in range(10)])
+        test = np.isin(np.arange(len(labels)), fifths)
         return dataset_from_arrays(self.kind, pixels[~test], labels[~test], pixels[test], labels[test], mirror=False)
 
 
@@ -103,7 +101,7 @@ class ImageFolder(Loader):
                     f"{path}: data.held_out = {self.held_out:g} of each class leaves no image to test on; "
                     "add images, or a test folder (test/CLASS/…), or raise data.held_out"
                 )
-        return decoded(self, path.name, str(path), openers, labelled, self.size, 1 if self.grey else 3)
+        return dataset_from_files(self, path.name, str(path), openers, labelled, self.size, 1 if self.grey else 3)
 
     def _hold_out(self, every: list[tuple[str, str]]) -> files.Labelled:
         """The last `held_out` of each class, after a fixed shuffle of all files."""
@@ -154,6 +152,7 @@ class Arrays(Loader):
 
 
 def from_npz(path: Path, name: str, default_names: tuple[str, ...] = (), mirror: bool = True) -> Dataset:
+    """The data set in an .npz file; `default_names`: of its classes, if the file does not name them."""
     content = files.read_npz(path)
     missing = [key for key in ("x_train", "y_train", "x_test", "y_test") if key not in content]
     if missing:
@@ -177,7 +176,7 @@ def from_npz(path: Path, name: str, default_names: tuple[str, ...] = (), mirror:
     return dataset
 
 
-def decoded(
+def dataset_from_files(
     loader: Loader,
     name: str,
     where: str,

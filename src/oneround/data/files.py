@@ -1,4 +1,4 @@
-"""Readers of the file formats data sets come in. Each names the file and what is wrong with it; none unpickles anything."""
+"""Readers of data-set file formats. Their errors name the file and what is wrong with it; none unpickles anything."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Opener = Callable[[], bytes]
 Labelled = dict[str, list[tuple[str, str]]]
 """Files of each part of the data, `train` and `test`, with their classes."""
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "val": "test"}
-"""What a folder above the class folders may be called, in any case, and which part of the data it holds."""
+"""Names of folders above the class folders, in any case, with the part of the data that they contain."""
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".ppm", ".pgm", ".bmp", ".webp", ".tif", ".tiff", ".gif"}
 
 
@@ -47,12 +47,14 @@ def read_cifar(raw: bytes, where: str, label_bytes: int) -> tuple[Array, Array]:
     return rows[:, label_bytes:].reshape(-1, 3, 32, 32), rows[:, label_bytes - 1]
 
 
-def read_idx(path: Path) -> Array:
-    """An MNIST idx file of unsigned bytes, plain or gzipped."""
+def read_idx(path: Path, dimensions: int) -> Array:
+    """An MNIST idx file of unsigned bytes, plain or gzipped: images in 3 dimensions, labels in 1."""
     raw = read_bytes(path)
-    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] != 8 or not 1 <= raw[3] <= 4:
-        raise DataError(f"{path}: not an idx file of unsigned bytes (it starts with {raw[:4].hex()})")
-    start = 4 + 4 * raw[3]
+    if raw[:4] != bytes([0, 0, 8, dimensions]):
+        raise DataError(
+            f"{path}: not an idx file of unsigned bytes in {dimensions} dimensions (it starts with {raw[:4].hex()})"
+        )
+    start = 4 + 4 * dimensions
     shape = [int.from_bytes(raw[at : at + 4], "big") for at in range(4, start, 4)]
     if len(raw) != start + int(np.prod(shape)):
         raise DataError(

@@ -22,7 +22,7 @@ BATCH = 500  # images that a network sees at a time when nothing is trained
 
 @dataclass(frozen=True)
 class Images:
-    """Images of one holder: `pixels` uint8 (n, channels, height, width), `labels` int64 (n,)."""
+    """Images of one client or of the server: `pixels` uint8 (n, channels, height, width), `labels` int64 (n,)."""
 
     pixels: Tensor
     labels: Tensor
@@ -38,7 +38,7 @@ class Images:
         return Images(self.pixels.to(device), self.labels.to(device))
 
     def batches(self, device: torch.device, mean: float, std: float, size: int = BATCH) -> Iterator[Tensor]:
-        """Normalised floats on the device, so many images at a time."""
+        """Normalised floats on the device, in batches of `size` images."""
         for pixels in self.pixels.split(size):
             yield (pixels.to(device).float() / 255 - mean) / std
 
@@ -49,7 +49,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A task: training images to be partitioned, test images nobody trains on, the names of the classes."""
+    """A task: training images to partition, test images that nobody trains on, the names of the classes."""
 
     name: str
     train: Images
@@ -110,7 +110,7 @@ def dataset_from_arrays(
 
 
 def images_from_arrays(name: str, x: Any, y: Any, part: str = "") -> Images:
-    """One holder's images and labels, checked; `part` tells x_train from x_test when something is wrong."""
+    """Images and their labels, checked; `part` (`_train`, `_test`) names them in errors."""
     images = Images(_pixels(name, f"x{part}", x), _labels(name, f"y{part}", y))
     if len(images.pixels) != len(images.labels):
         raise DataError(f"{name}: {len(images.pixels)} images but {len(images.labels)} labels in x{part}, y{part}")
@@ -120,7 +120,7 @@ def images_from_arrays(name: str, x: Any, y: Any, part: str = "") -> Images:
 
 
 def _class_names(name: str, train: Images, test: Images, class_names: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The names given, or 0…C−1; every label must have one."""
+    """The given names, or 0…C−1; every label must have one."""
     lowest, highest = (int(label) for label in torch.cat([train.labels, test.labels]).aminmax())
     if class_names is None and highest >= len(train):
         raise DataError(
@@ -142,7 +142,7 @@ def _groups(name: str, group_train: Any, samples: int) -> NDArray[np.int64]:
     ids = np.asarray(group_train).reshape(-1)
     if len(ids) != samples:
         raise DataError(f"{name}: {len(ids)} group ids for {samples} training images (group_train)")
-    missing = ids != ids  # only what is no value differs from itself: NaN, NaT
+    missing = ids != ids  # true only for NaN and NaT
     if missing.any():
         raise DataError(
             f"{name}: group_train is {ids[missing][0]} for {int(missing.sum())} of {samples} training images; "

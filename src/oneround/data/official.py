@@ -17,14 +17,14 @@ import numpy as np
 import pooch
 
 from oneround.data import files
-from oneround.data.datasets import Loader, Size, datasets, decoded, from_npz
+from oneround.data.datasets import Loader, Size, dataset_from_files, datasets, from_npz
 from oneround.data.images import Dataset, dataset_from_arrays
 from oneround.errors import DataError
 
 
 @dataclass(frozen=True)
-class Official:
-    """A published file: where it is, its MD5."""
+class PublishedFile:
+    """A file of a published data set: its address and its MD5."""
 
     url: str
     md5: str
@@ -34,10 +34,10 @@ class Official:
         return self.url.rpartition("/")[2]
 
 
-class Named(Loader):
-    """A published data set with known counts."""
+class Published(Loader):
+    """A published data set whose numbers of images are known."""
 
-    official: ClassVar[tuple[Official, ...]] = ()
+    official: ClassVar[tuple[PublishedFile, ...]] = ()
     counts: ClassVar[tuple[int, int]] = (0, 0)
     """Training and test images."""
     names: ClassVar[tuple[str, ...]] = ()
@@ -94,7 +94,7 @@ def cache() -> Path:
     return Path(os.environ.get("ONEROUND_DATA") or pooch.os_cache("oneround"))
 
 
-class _Idx(Named):
+class _Idx(Published):
     """The MNIST file format."""
 
     counts = (60_000, 10_000)
@@ -104,18 +104,13 @@ class _Idx(Named):
         for number, source in enumerate(self.official):
             plain = folder / source.file.removesuffix(".gz") if folder else None
             path = plain if plain and plain.is_file() else self.fetch(number, folder)
-            array = files.read_idx(path)
-            if array.ndim != (3 if "images" in source.file else 1):
-                raise DataError(
-                    f"{path}: {array.ndim} dimensions, expected {'images' if 'images' in source.file else 'labels'}"
-                )
-            arrays.append(array)
+            arrays.append(files.read_idx(path, 3 if "images" in source.file else 1))
         return self.build(*arrays)
 
 
-def _idx_files(base: str, *md5: str) -> tuple[Official, ...]:
+def _idx_files(base: str, *md5: str) -> tuple[PublishedFile, ...]:
     names = [f"{part}-{kind}-ubyte.gz" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-    return tuple(Official(base + name, checksum) for name, checksum in zip(names, md5, strict=True))
+    return tuple(PublishedFile(base + name, checksum) for name, checksum in zip(names, md5, strict=True))
 
 
 @datasets.register("mnist")
@@ -149,7 +144,7 @@ class FashionMnist(_Idx):
     )  # fmt: skip
 
 
-class _Cifar(Named):
+class _Cifar(Published):
     """The CIFAR binary format, from the archive or from its unpacked folder."""
 
     counts = (50_000, 10_000)
@@ -177,7 +172,7 @@ class Cifar10(_Cifar):
     """Ten kinds of things, 32×32 colour."""
 
     official = (
-        Official("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"),
+        PublishedFile("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"),
     )
     names = (
         "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
@@ -193,7 +188,7 @@ class Cifar100(_Cifar):
     """A hundred kinds of things, 32×32 colour (fine labels)."""
 
     official = (
-        Official("https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8"),
+        PublishedFile("https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8"),
     )
     names = tuple(str(label) for label in range(100))
     folder_name = "cifar-100-binary"
@@ -203,14 +198,14 @@ class Cifar100(_Cifar):
 
 
 @datasets.register("svhn")
-class Svhn(Named):
+class Svhn(Published):
     """House numbers from the street, 32×32 colour (cropped digits)."""
 
     mirror = False
     counts = (73_257, 26_032)
     official = (
-        Official("http://ufldl.stanford.edu/housenumbers/train_32x32.mat", "e26dedcc434d2e4c54c9b2d4a06d8373"),
-        Official("http://ufldl.stanford.edu/housenumbers/test_32x32.mat", "eb5a983be6a315427106f1b164d9cef3"),
+        PublishedFile("http://ufldl.stanford.edu/housenumbers/train_32x32.mat", "e26dedcc434d2e4c54c9b2d4a06d8373"),
+        PublishedFile("http://ufldl.stanford.edu/housenumbers/test_32x32.mat", "eb5a983be6a315427106f1b164d9cef3"),
     )
     names = tuple("0123456789")
 
@@ -219,11 +214,11 @@ class Svhn(Named):
 
 
 @datasets.register("tiny-imagenet")
-class TinyImageNet(Named):
+class TinyImageNet(Published):
     """200 classes of ImageNet at 64×64; its validation images are the test set."""
 
     counts = (100_000, 10_000)
-    official = (Official("http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de"),)
+    official = (PublishedFile("http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de"),)
     size: Size = 64
 
     def read(self, folder: Path | None) -> Dataset:
@@ -238,22 +233,22 @@ class TinyImageNet(Named):
             "train": [(name, name.split("/")[1]) for name in images],
             "test": [(f"val/images/{row[0]}", row[1]) for row in rows],
         }
-        return decoded(self, self.kind, str(where), openers, labelled, self.size)
+        return dataset_from_files(self, self.kind, str(where), openers, labelled, self.size)
 
 
 GTSRB = "https://sid.erda.dk/public/archives/daaeac0d7ce1152aea9b61d9f1e19370/"
 
 
 @datasets.register("gtsrb")
-class Gtsrb(Named):
+class Gtsrb(Published):
     """43 German traffic signs, scaled to `size` pixels."""
 
     mirror = False
     counts = (26_640, 12_630)
     official = (
-        Official(GTSRB + "GTSRB-Training_fixed.zip", "513f3c79a4c5141765e10e952eaa2478"),
-        Official(GTSRB + "GTSRB_Final_Test_Images.zip", "c7e4e6327067d32654124b0fe9e82185"),
-        Official(GTSRB + "GTSRB_Final_Test_GT.zip", "fe31e9c9270bbcd7b84b7f21a9d9d9e5"),
+        PublishedFile(GTSRB + "GTSRB-Training_fixed.zip", "513f3c79a4c5141765e10e952eaa2478"),
+        PublishedFile(GTSRB + "GTSRB_Final_Test_Images.zip", "c7e4e6327067d32654124b0fe9e82185"),
+        PublishedFile(GTSRB + "GTSRB_Final_Test_GT.zip", "fe31e9c9270bbcd7b84b7f21a9d9d9e5"),
     )
     size: Size = 32
 
@@ -274,4 +269,4 @@ class Gtsrb(Named):
                 if "Final_Test" in path.parts and path.name in label_of
             ],
         }
-        return decoded(self, self.kind, str(train_zip.parent), openers, labelled, self.size)
+        return dataset_from_files(self, self.kind, str(train_zip.parent), openers, labelled, self.size)

@@ -11,9 +11,9 @@ import numpy as np
 from oneround.config.parts import MODULE_AND_NAME, load_plugin
 from oneround.data import files
 from oneround.data.images import Images, Shape, images_from_arrays
-from oneround.errors import DataError, DataMismatch
+from oneround.errors import DataError, DataMismatch, in_one_line
 
-MOST = 12  # names listed in a message
+MAX_LISTED = 12  # names listed in a message
 
 
 def own_images(source: str, class_names: Sequence[str], shape: Shape, labels: Mapping[str, str]) -> Images:
@@ -42,7 +42,10 @@ def own_images(source: str, class_names: Sequence[str], shape: Shape, labels: Ma
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names[:MOST]) + (f" and {len(names) - MOST} more" * (len(names) > MOST))
+    """The first names, quoted, and how many more there are."""
+    return ", ".join(f"'{name}'" for name in names[:MAX_LISTED]) + (
+        f" and {len(names) - MAX_LISTED} more" * (len(names) > MAX_LISTED)
+    )
 
 
 def _from_folder(path: Path, shape: Shape) -> tuple[Any, list[str]]:
@@ -68,14 +71,14 @@ def _from_npz(path: Path) -> tuple[Any, list[str]]:
 
 
 def _from_function(source: str, module: str, name: str) -> tuple[Any, list[str]]:
-    """What a site's own function returns: images, labels and, if labels are numbers into a list, that list."""
+    """What a site's own function returns: images, labels and, if labels are indices into a list of names, that list."""
     function = getattr(load_plugin(module), name, None)
     if not callable(function):
         raise DataError(f"{source}: {module} has no function {name}")
     try:
         returned = function()
     except Exception as error:  # whatever the site's own code raises
-        raise DataError(f"{source}: failed with {type(error).__name__}: {' '.join(str(error).split())}") from None
+        raise DataError(f"{source}: failed with {in_one_line(error)}") from None
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise DataError(
             f"{source}: returned {type(returned).__name__}; return (images, labels) or (images, labels, class_names)"
@@ -84,6 +87,7 @@ def _from_function(source: str, module: str, name: str) -> tuple[Any, list[str]]
 
 
 def _names(where: str, labels: Any, class_names: Any) -> list[str]:
+    """The class name of every image."""
     if labels.ndim != 1:
         raise DataError(f"{where}: labels have shape {labels.shape}; give one per image")
     if class_names is None or labels.dtype.kind in "US":

@@ -1,7 +1,7 @@
-"""Partitions: rules that deal the training samples out to clients.
+"""Partitions: rules that distribute the training samples over the clients.
 
 A partition depends on its options, its seed and the labels alone. Except for `dirichlet-overlap` every sample goes to
-exactly one client. Clients left with nothing are kept in the list and reported; they take no part in training.
+exactly one client. Clients without samples stay in the list and are reported; they take no part in training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRIES = 1000
 
 
 class Pool(NamedTuple):
-    """The samples to deal out, as far as a rule may know them."""
+    """The samples to distribute, as far as a rule may know them."""
 
     labels: Index
     classes: int
@@ -41,22 +41,22 @@ class Pool(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """A data set that was dealt out."""
+    """A partitioned data set."""
 
     clients: tuple[Index, ...]
     """The sample numbers of every client."""
     counts: NDArray[np.int64]
-    """(clients, classes): how many samples of each class each client holds."""
+    """(clients, classes): number of samples of each class at each client."""
     shared: int
-    """How many samples are held by more than one client."""
+    """Number of samples that more than one client has."""
     digest: str
-    """SHA-256 over the data and who holds which sample: runs are comparable when it is the same."""
+    """SHA-256 over the data and every client's samples: runs are comparable if it is the same."""
     public: Index
-    """The samples the server keeps; no client holds any of them."""
+    """The server's samples; no client has any of them."""
     validation: Index
     """The validation samples; nobody trains on them."""
     client_validation: tuple[Index, ...]
-    """Which of those each client held back itself; none where they come from the public images."""
+    """The validation samples of each client; empty where they come from the public images."""
 
     @property
     def sizes(self) -> list[int]:
@@ -92,11 +92,11 @@ class Split:
 
 
 class Partition(PartitionPart):
-    """A rule that deals samples out."""
+    """A rule that distributes samples over clients."""
 
     clients: Annotated[int, Field(ge=1)] = 5
     minimum: Annotated[int, Field(ge=0)] = 0
-    """Fewest samples a client may end with; a draw that leaves less is drawn again."""
+    """Fewest samples per client; a draw that gives a client fewer is repeated."""
 
     @property
     def label(self) -> str:
@@ -119,7 +119,7 @@ class Partition(PartitionPart):
         What is held back for validation comes from that public share, or from every client's samples if there is none or if
         `clients_hold_back`.
         """
-        clients, of_clients = self.num_clients(data), clients_hold_back or not public
+        clients, from_clients = self.num_clients(data), clients_hold_back or not public
         public_samples = _public(data, public, seed)
         rest = np.setdiff1d(np.arange(len(data.train)), public_samples)
         if clients > len(rest):
@@ -133,12 +133,12 @@ class Partition(PartitionPart):
         pool = Pool(data.train.labels.numpy()[rest], data.classes, groups)
         rule = self.model_copy(update={"clients": clients})
         random, mix = Random(seed), _random(seed, "samples")
-        held_back_share, best = validation if of_clients else 0.0, -1
+        held_back_share, best = validation if from_clients else 0.0, -1
         for _ in range(TRIES):
             dealt = rule.deal(pool, random, mix)
             smallest = min(len(client) - int(held_back_share * len(client)) for client in dealt)
             if smallest >= self.minimum:
-                return _split([rest[client] for client in dealt], public_samples, data, validation, seed, of_clients)
+                return _split([rest[client] for client in dealt], public_samples, data, validation, seed, from_clients)
             best = max(best, smallest)
         raise RecipeError(
             f"partition.minimum = {self.minimum}: no draw of {TRIES} gave every client that many (best: {best}); "
@@ -154,24 +154,24 @@ def _random(seed: int, purpose: str) -> Random:
 
 
 def _public(data: Dataset, share: float, seed: int) -> Index:
-    """That share of every class, rounded, at random."""
+    """The server's share of every class, rounded, at random."""
     random = _random(seed, "public")
     classes = Pool(data.train.labels.numpy(), data.classes, None).by_class()
     return np.sort(np.concatenate([random.permutation(each)[: round(share * len(each))] for each in classes]))
 
 
 def _hold_back(samples: Index, share: float, random: Random) -> Index:
-    """That share at random, rounded down, so that nobody is left with nothing."""
+    """A share of the samples at random, rounded down, so that no client is left without samples."""
     return np.sort(random.permutation(samples)[: int(share * len(samples))])
 
 
-def _split(dealt: list[Index], public: Index, data: Dataset, validation: float, seed: int, of_clients: bool) -> Split:
+def _split(dealt: list[Index], public: Index, data: Dataset, validation: float, seed: int, from_clients: bool) -> Split:
     labels = data.train.labels.numpy()
     random = _random(seed, "validation")
     every = np.unique(np.concatenate(dealt))
     held_back: list[Index] = [np.empty(0, np.int64) for _ in dealt]
     chosen = held_back[0]
-    if not of_clients:
+    if not from_clients:
         chosen = _hold_back(public, validation, random)
         public = np.setdiff1d(public, chosen)
     elif validation and len(every) == sum(map(len, dealt)):
@@ -193,7 +193,7 @@ def _split(dealt: list[Index], public: Index, data: Dataset, validation: float, 
 
 
 def add_label_noise(labels: Index, split: Split, clients: int, share: float, classes: int, seed: int) -> Index:
-    """Labels of which that share is wrong, at so many clients: samples trained on or held back move to another class at random."""
+    """The labels with noise: at that many clients, this share of the labels (training and validation) becomes another class at random."""
     random, noisy = _random(seed, "label noise"), labels.copy()
     with_data = [number for number, size in enumerate(split.sizes) if size]
     if clients > len(with_data):
@@ -211,7 +211,7 @@ def _shares(random: Random, alpha: float, parts: int) -> NDArray[np.float64]:
     return shares if np.isfinite(shares).all() else np.eye(parts)[random.randint(parts)]
 
 
-def _whole(random: Random, shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
+def _to_counts(random: Random, shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
     """Proportions → counts that sum to `total`: floored, the remainder given to distinct parts drawn at random."""
     counts = np.floor(shares * total).astype(np.int64)
     remainder = total - int(counts.sum())
@@ -223,14 +223,14 @@ def _cut(samples: Index, counts: NDArray[np.int64]) -> list[Index]:
     return np.split(samples, np.cumsum(counts)[:-1])
 
 
-def _joined(pieces: Iterable[Iterable[Index]]) -> list[Index]:
+def _concatenated(pieces: Iterable[Iterable[Index]]) -> list[Index]:
     """Each client's pieces in one array; there may be none."""
     return [np.concatenate([np.empty(0, np.int64), *client]) for client in pieces]
 
 
 @partitions.register("dirichlet")
 class Dirichlet(Partition):
-    """Each class is dealt to the clients in Dirichlet(α) proportions; every sample once."""
+    """Each class is split over the clients in Dirichlet(α) proportions; every sample once."""
 
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 0.05
     """Small: each class goes to few clients. Large: every client gets the same mix."""
@@ -238,9 +238,9 @@ class Dirichlet(Partition):
     def deal(self, pool: Pool, random: Random, mix: Random) -> list[Index]:
         pieces = []
         for samples in pool.by_class():
-            counts = _whole(random, _shares(random, self.alpha, self.clients), len(samples))
+            counts = _to_counts(random, _shares(random, self.alpha, self.clients), len(samples))
             pieces.append(_cut(mix.permutation(samples), counts))
-        return _joined(zip(*pieces, strict=True))
+        return _concatenated(zip(*pieces, strict=True))
 
 
 @partitions.register("dirichlet-overlap")
@@ -259,7 +259,7 @@ class DirichletOverlap(Partition):
             [mix.permutation(samples)[:number] for number in numbers]
             for samples, numbers in zip(pool.by_class(), requested, strict=True)
         ]
-        return _joined(zip(*pieces, strict=True))
+        return _concatenated(zip(*pieces, strict=True))
 
 
 @partitions.register("iid")
@@ -277,7 +277,7 @@ class QuantitySkew(Partition):
     alpha: Annotated[float, Field(gt=0, le=1e6)] = 0.5
 
     def deal(self, pool: Pool, random: Random, mix: Random) -> list[Index]:
-        counts = _whole(random, _shares(random, self.alpha, self.clients), len(pool.labels))
+        counts = _to_counts(random, _shares(random, self.alpha, self.clients), len(pool.labels))
         return _cut(mix.permutation(len(pool.labels)), counts)
 
 
@@ -296,7 +296,7 @@ class Shards(Partition):
         if self.clients * self.labels_per_client < classes:
             raise RecipeError(
                 f"partition.labels_per_client = {self.labels_per_client}: {self.clients} clients × {self.labels_per_client} "
-                f"labels leave some of {classes} classes to nobody; use at least {-(-classes // self.clients)}"
+                f"labels leave some of {classes} classes without a client; use at least {-(-classes // self.clients)}"
             )
         # Walk through a shuffled ring of classes: each class is held equally often (give or take one), never twice by one client.
         ring = random.permutation(classes)
@@ -309,7 +309,7 @@ class Shards(Partition):
             holders = [client for client in range(self.clients) if label in classes_of[client]]
             for client, piece in zip(holders, np.array_split(mix.permutation(samples), len(holders)), strict=True):
                 dealt[client].append(piece)
-        return _joined(dealt)
+        return _concatenated(dealt)
 
 
 @partitions.register("natural")
@@ -317,7 +317,7 @@ class Natural(Partition):
     """Clients as the data has them: samples with the same group id stay together."""
 
     clients: Annotated[int, Field(ge=1)] | None = None  # type: ignore[assignment]
-    """Default: one client per group. Fewer than groups: groups are dealt out, the largest first, to the smallest client."""
+    """Default: one client per group. With fewer clients than groups, each group goes to the smallest client, the largest group first."""
 
     def num_clients(self, data: Dataset) -> int:
         if data.groups is None:
@@ -337,4 +337,4 @@ class Natural(Partition):
         for group in sorted(random.permutation(len(members)), key=lambda group: -len(members[group])):
             smallest = min(dealt, key=lambda client: sum(len(piece) for piece in client))
             smallest.append(members[group])
-        return _joined(dealt)
+        return _concatenated(dealt)

@@ -26,7 +26,7 @@ from oneround.models.inference import (
     to_inference,
 )
 from oneround.models.prototype import network_from
-from oneround.protocol.messages import Broadcast, Shapes, Upload, part_of
+from oneround.protocol.messages import Broadcast, Shapes, Upload, strip_prefix
 from oneround.seeds import generator
 from oneround.site import Site
 
@@ -149,7 +149,7 @@ class SavedModel:
 
     def _expert(self, read: Callable[[], dict[str, Tensor]]) -> Expert:
         tensors = read()
-        net = network_from(self.recipe.encoder, self.channels, self.classes, part_of(tensors, "net"))
+        net = network_from(self.recipe.encoder, self.channels, self.classes, strip_prefix(tensors, "net"))
         statistics = {
             name.removeprefix("statistic_"): value for name, value in tensors.items() if name.startswith("statistic_")
         }

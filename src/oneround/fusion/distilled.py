@@ -75,7 +75,7 @@ class Distilled(Rule):
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
         fused = self._teacher.fuse(uploads, broadcast, server)
         if isinstance(fused, Ensemble):
-            fused = fused.settle()
+            fused = fused.load_experts()
         teacher: ScoreFunction = fused.to(server.device).eval().requires_grad_(False)
         if self.calibrate:
             teacher = calibrated(teacher, _public(server), broadcast.classes, server.device)

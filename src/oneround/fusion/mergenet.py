@@ -146,5 +146,5 @@ class MergeNet(Average):
 @torch.inference_mode()
 def accuracy(model: Inference, images: Images, recipe: Federated, device: torch.device) -> float:
     """Share of correct predictions."""
-    predictions = model.answers(images, device, *preprocessing(recipe)).argmax(1)
+    predictions = model.predict(images, device, *preprocessing(recipe)).argmax(1)
     return float((predictions.cpu() == images.labels.cpu()).double().mean())

@@ -22,11 +22,11 @@ from oneround.fusion.base import Rule, SavedModel, rules
 from oneround.models import Inference
 from oneround.models.linear import Linear
 from oneround.privacy.masks import Masked, add_up
-from oneround.protocol.messages import Broadcast, Upload, UploadFolder, part_of
+from oneround.protocol.messages import Broadcast, Upload, UploadFolder, strip_prefix
 from oneround.session import ScoringSession
 from oneround.site import Site
 from oneround.sums import Moments, Solution, constants_of, features_of, rescale, solve, unpacked
-from oneround.sums.moments import exact
+from oneround.sums.moments import float64_device
 from oneround.sums.solve import START
 
 
@@ -73,7 +73,7 @@ class Ridge(Rule):
 
 def restore_linear(tensors: dict[str, Tensor], recipe: Federated, mirrored: bool) -> Linear:
     """Restore a saved classifier."""
-    constants = part_of(tensors, "features")
+    constants = strip_prefix(tensors, "features")
     channels, height, width = tensors["shape"].tolist()
     shape = (channels, height, width)
     return Linear(features_of(recipe, shape, constants), constants, shape, tensors, mirrored)
@@ -97,7 +97,7 @@ def pooled_solution(
 def total_sums(uploads: Sequence[Upload], broadcast: Broadcast, device: torch.device) -> Moments:
     """The clients' sums, added one after another: at most two of them are in memory."""
     size, classes = broadcast.sums["cross"][0]
-    where = exact(device)
+    where = float64_device(device)
     if broadcast.recipe.secure:
         masked = (Masked(upload.client, upload.roster, upload.context, upload.sums) for upload in uploads)
         return rescale(add_up(masked), broadcast.extras, back=True).to(where)
@@ -109,6 +109,6 @@ def total_sums(uploads: Sequence[Upload], broadcast: Broadcast, device: torch.de
 
 def local_classifier(upload: Upload, broadcast: Broadcast, device: torch.device) -> Linear:
     """A client's own classifier, from its own sums, at the first penalty of the search."""
-    moments = unpacked(upload.sums, exact(device))
+    moments = unpacked(upload.sums, float64_device(device))
     solution = solve(moments, START, broadcast.recipe.summed.copies)
     return Ridge().model(solution, moments.counts, broadcast)

@@ -149,7 +149,7 @@ class Routing(Combiner):
 
     def begin_all(self, images: Images, device: torch.device, mean: float, std: float) -> list[Totals]:
         """`begin` for every batch of a set; the ridge's scores may be cached."""
-        log_p = self.ridge.answers(images, device, mean, std).log_softmax(1)
+        log_p = self.ridge.predict(images, device, mean, std).log_softmax(1)
         return [self._initial(each) for each in log_p.split(BATCH)]
 
     @staticmethod
@@ -188,7 +188,7 @@ class Routing(Combiner):
         self, images: Images, experts: Experts, device: torch.device, mean: float, std: float
     ) -> tuple[Totals, list[View]]:
         """Outputs of the ridge and the experts on a set, to combine with many settings; one expert in memory at a time."""
-        initial = self._initial(self.ridge.answers(images, device, mean, std).log_softmax(1))
+        initial = self._initial(self.ridge.predict(images, device, mean, std).log_softmax(1))
         views, batches = [], list(images.batches(device, mean, std))
         for expert in experts:
             atypicality, logits, share = zip(*(self.view(expert.output(batch)) for batch in batches), strict=True)

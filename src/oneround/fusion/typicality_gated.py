@@ -23,7 +23,7 @@ from oneround.config.sections import NotNegative, Positive
 from oneround.fusion.base import EnsembleRule, rules
 from oneround.fusion.iffi import Iffi
 from oneround.models.inference import ExpertOutput, Totals
-from oneround.protocol.messages import Shapes, part_of, prefixed
+from oneround.protocol.messages import Shapes, prefixed, strip_prefix
 
 MIN_SAMPLES = 20  # of a class whose mean is usable
 FOLDS = 5
@@ -84,12 +84,12 @@ class TypicalityGated(EnsembleRule):
     def add(self, totals: Totals | None, output: ExpertOutput) -> Totals:
         nearest, evidence = typicality(output)
         gate = (output.expert.samples.log() - self.beta * nearest).clamp(min=LOG_CLOSED)
-        fallback = _IFFI.add(part_of(totals, "iffi") if totals else None, output)
+        fallback = _IFFI.add(strip_prefix(totals, "iffi") if totals else None, output)
         return add_votes(totals, gate, (evidence / self.temperature).softmax(1)) | prefixed(iffi=fallback)
 
     def scores(self, totals: Totals) -> Tensor:
         votes = (totals["votes"] / totals["weight"]).clamp(min=TINY).log()
-        fallback = _IFFI.scores(part_of(totals, "iffi"))
+        fallback = _IFFI.scores(strip_prefix(totals, "iffi"))
         return torch.where(totals["gate"] > LOG_CLOSED, votes, fallback)  # no client with a usable class: IFFI
 
 

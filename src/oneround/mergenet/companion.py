@@ -13,7 +13,7 @@ from oneround.config.sections import Companion
 from oneround.mergenet.merger import Merger, check_pairs, chosen_pairs
 from oneround.mergenet.teacher import layout_of, network_of, teacher_recipe
 from oneround.models import PrototypeNet
-from oneround.protocol.messages import Broadcast, parted, prefixed
+from oneround.protocol.messages import Broadcast, prefixed, split_by_prefix
 from oneround.site import Site
 from oneround.training.batches import steps_per_epoch
 from oneround.training.step import Stepper
@@ -90,7 +90,7 @@ class CompanionNetwork:
         return tensors | {"steps": torch.tensor(self.steps)}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        parts = parted(state, "merger", "teacher", "momentum")
+        parts = split_by_prefix(state, "merger", "teacher", "momentum")
         self.merger.load(parts["merger"])
         self.teacher.net.load_state_dict(parts["teacher"])
         self.teacher.restart(parts["momentum"])

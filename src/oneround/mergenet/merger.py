@@ -18,7 +18,7 @@ from oneround.errors import RecipeError
 from oneround.mergenet.adapter import ParameterAttention
 from oneround.models.encoders import encoders
 from oneround.models.prototype import on_cpu
-from oneround.protocol.messages import Broadcast, parted, prefixed
+from oneround.protocol.messages import Broadcast, prefixed, split_by_prefix
 from oneround.seeds import derive
 
 Weights = Mapping[str, Tensor]
@@ -155,11 +155,11 @@ class Merger:
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Load what `state` returned."""
-        parts = parted(state, "adapter", "inputs", "given", "looked_at", "optimizer")
+        parts = split_by_prefix(state, "adapter", "inputs", "given", "looked_at", "optimizer")
         self.adapters.load_state_dict(parts["adapter"])
         self.inputs = parts["inputs"] or parts["given"]  # its name in version 0.1.0
         self.teacher_inputs, self.fusions = parts["looked_at"], int(state["fusions"])
-        moments = parted(parts["optimizer"], "step", "exp_avg", "exp_avg_sq")
+        moments = split_by_prefix(parts["optimizer"], "step", "exp_avg", "exp_avg_sq")
         for name, parameter in self.adapters.named_parameters():
             if name in moments["step"]:
                 self.optimizer.state[parameter] = {

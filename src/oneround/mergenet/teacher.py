@@ -11,7 +11,7 @@ from torch import Tensor
 from oneround.config.recipe import Federated, Local
 from oneround.config.sections import Count, LargerNetwork
 from oneround.errors import RecipeError
-from oneround.models.pretrained import start_from
+from oneround.models.pretrained import load_weights
 from oneround.models.prototype import PrototypeNet, build, initialise
 from oneround.protocol import Broadcast
 from oneround.site import Site
@@ -104,7 +104,7 @@ def _from_file(options: Teacher, broadcast: Broadcast, local: Local) -> dict[str
             "fusion: teacher.from_file needs local.teacher_weights, a safetensors file; or set from_file: false"
         )
     net = network_of(options, broadcast)
-    start_from(local.teacher_weights, net, "teacher_weights", whole=True)
+    load_weights(local.teacher_weights, net, "teacher_weights", whole=True)
     return net.weights()
 
 

@@ -59,6 +59,7 @@ def _cut(images: NDArray[np.float64], patch: int, number: int, random: np.random
 
 
 def _rounded(values: Tensor) -> Tensor:
+    """Rounded to the grid, in float32."""
     return ((values / GRID).round() * GRID).float().contiguous()
 
 

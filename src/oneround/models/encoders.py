@@ -198,13 +198,13 @@ class Chain(nn.Sequential):
 
 
 class InvertedResidual(nn.Module):
-    """Widen by 1×1, filter per channel by 3×3, project back by 1×1; a shortcut where shapes agree."""
+    """Expand by 1×1, filter each channel by 3×3, project back by 1×1; a shortcut where shapes agree."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, widen: int, make_norm: MakeNorm) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, expansion: int, make_norm: MakeNorm) -> None:
         super().__init__()
-        hidden = inputs * widen
+        hidden = inputs * expansion
         layers: list[nn.Module] = []
-        if widen != 1:
+        if expansion != 1:
             layers += [_conv(inputs, hidden, 1), make_norm(hidden), nn.ReLU6()]
         layers += [_conv(hidden, hidden, 3, stride, groups=hidden), make_norm(hidden), nn.ReLU6()]
         layers += [_conv(hidden, outputs, 1), make_norm(outputs)]
@@ -217,7 +217,7 @@ class InvertedResidual(nn.Module):
 
 
 class MobileNet(Encoder):
-    """The published stages (widening, channels, blocks, stride), with the first two strides taken out for small images."""
+    """The published stages (expansion, channels, blocks, stride), with the first two strides taken out for small images."""
 
     stages = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 
@@ -226,9 +226,9 @@ class MobileNet(Encoder):
         self.features = 1280
         self.stem = Chain(_conv(channels, 32), make_norm(32), nn.ReLU6())
         inputs, blocks = 32, []
-        for widen, outputs, depth, stride in self.stages:
+        for expansion, outputs, depth, stride in self.stages:
             for number in range(depth):
-                blocks.append(InvertedResidual(inputs, outputs, stride if number == 0 else 1, widen, make_norm))
+                blocks.append(InvertedResidual(inputs, outputs, stride if number == 0 else 1, expansion, make_norm))
                 inputs = outputs
         self.blocks = nn.Sequential(*blocks)
         self.last = Chain(_conv(inputs, 1280, 1), make_norm(1280), nn.ReLU6())

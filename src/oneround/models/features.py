@@ -28,19 +28,19 @@ class Features(nn.Module):
     size: int
 
     @property
-    def at_once(self) -> int:
+    def batch_size(self) -> int:
         """Batch size on its device that keeps temporary memory small."""
         return 100
 
 
-def in_batches(module: Callable[[Tensor], Tensor], images: Tensor, at_once: int, width: int) -> Tensor:
+def in_batches(module: Callable[[Tensor], Tensor], images: Tensor, batch_size: int, width: int) -> Tensor:
     """module(images) (n, width) in batches; each result is copied at once into one preallocated tensor.
 
     Keeping the results between large temporaries would fragment memory, and the process would grow.
     """
     outputs = images.new_empty(len(images), width)
-    for start in range(0, len(images), at_once):
-        outputs[start : start + at_once] = module(images[start : start + at_once])
+    for start in range(0, len(images), batch_size):
+        outputs[start : start + batch_size] = module(images[start : start + batch_size])
     return outputs
 
 
@@ -52,7 +52,7 @@ class FeaturesPart(Part):
         """Whether every site can make the constants itself."""
         return True
 
-    def settled(self, shape: Shape) -> FeaturesPart:
+    def resolve(self, shape: Shape) -> FeaturesPart:
         """The part with the options that depend on the images' shape filled in; options that do not fit are refused."""
         return self
 
@@ -93,8 +93,8 @@ class Symmetric(Features):
         self.inner, self.size = inner, inner.size
 
     @property
-    def at_once(self) -> int:
-        return self.inner.at_once
+    def batch_size(self) -> int:
+        return self.inner.batch_size
 
     def forward(self, images: Tensor) -> Tensor:
         both: Tensor = self.inner(images) + self.inner(images.flip(3))

@@ -29,7 +29,7 @@ def to_inference(module: M, device: torch.device) -> M:
 class Inference(nn.Module):
     """Normalised images → scores (n, classes); larger is likelier."""
 
-    def answers(self, images: Images, device: torch.device, mean: float, std: float) -> Tensor:
+    def predict(self, images: Images, device: torch.device, mean: float, std: float) -> Tensor:
         """Its scores on a whole set, batch by batch."""
         return torch.cat([self(batch) for batch in images.batches(device, mean, std)])
 
@@ -91,7 +91,7 @@ class ExpertOutput:
         self.expert = expert
         self.unit = F.normalize(features, dim=1)
         """(n, features) of length 1"""
-        self.logits = expert.net.answer(features)
+        self.logits = expert.net.classify(features)
         """(n, classes) of the client's own prototypes or head"""
 
 
@@ -108,7 +108,7 @@ class Combine(Protocol):
 
 
 class Combiner(nn.Module):
-    """A `Combine` with tensors of its own: they are the first shard of its saved ensemble."""
+    """A `Combine` that has tensors: they are the first shard of its saved ensemble."""
 
     def begin(self, images: Tensor) -> Totals | None:
         return None
@@ -134,7 +134,7 @@ class Ensemble(Inference):
         self.rule = rule
         self.experts: Experts = cast(Experts, nn.ModuleList(experts)) if isinstance(experts, list) else experts
 
-    def settle(self) -> Ensemble:
+    def load_experts(self) -> Ensemble:
         """Load all experts into memory, to use or export the whole model."""
         if not isinstance(self.experts, nn.ModuleList):
             self.experts = cast(Experts, nn.ModuleList(self.experts))

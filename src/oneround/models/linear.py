@@ -18,7 +18,7 @@ CACHED = 8  # sets of images whose scores a session keeps
 
 
 class Linear(Inference):
-    """(φ(x) − centre)·W + b, scaled so that its softmax are class probabilities; `mirrored`: averaged with the mirror image's."""
+    """(φ(x) − centre)·W + b, scaled so that its softmax gives class probabilities; `mirrored`: averaged with the mirror image's."""
 
     centre: Tensor
     weights: Tensor
@@ -47,16 +47,16 @@ class Linear(Inference):
         """In batches, to keep temporary memory small; an exported model takes its input as one batch."""
         if torch.compiler.is_compiling():
             return self._scores(images)
-        return in_batches(self._scores, images, self.features.at_once, len(self.bias))
+        return in_batches(self._scores, images, self.features.batch_size, len(self.bias))
 
-    def answers(self, images: Images, device: torch.device, mean: float, std: float) -> Tensor:
+    def predict(self, images: Images, device: torch.device, mean: float, std: float) -> Tensor:
         """Cached in the session: sums do not change between snapshots, and several rules use the same scores."""
         if self.session is None:
-            return super().answers(images, device, mean, std)
+            return super().predict(images, device, mean, std)
         (tensors,) = self.shards()
         key = (checksum(tensors), checksum({"pixels": images.pixels}), self.mirrored, device, mean, std)
-        answers = super().answers
-        return self.session.once("answers", key, lambda: answers(images, device, mean, std), CACHED)
+        predict = super().predict
+        return self.session.once("scores", key, lambda: predict(images, device, mean, std), CACHED)
 
     def _scores(self, images: Tensor) -> Tensor:
         outputs: Tensor = self.features(images)

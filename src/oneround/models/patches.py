@@ -83,7 +83,7 @@ class Patches(FeaturesPart):
             )
         return size, patch
 
-    def settled(self, shape: Shape) -> Patches:
+    def resolve(self, shape: Shape) -> Patches:
         size, patch = self._size_and_patch(shape)
         return self.model_copy(update={"size": size, "patch": patch})
 
@@ -155,7 +155,7 @@ class PatchFeatures(Features):
         self.register_buffer("cells", torch.einsum("ia,jb->ijab", rows, columns).reshape(-1, grid**2))
 
     @property
-    def at_once(self) -> int:
+    def batch_size(self) -> int:
         cores = torch.get_num_threads() * 2**20  # responses that fit into each core's cache
         room = cores if self.filters.device.type == "cpu" else 2**27
         return max(1, room // (len(self.filters) * len(self.cells)))
@@ -187,8 +187,8 @@ class TwoLayers(Features):
         self.size = first.size + second.size
 
     @property
-    def at_once(self) -> int:
-        return self.first.at_once
+    def batch_size(self) -> int:
+        return self.first.batch_size
 
     def forward(self, images: Tensor) -> Tensor:
         return torch.cat([self.first(images), DEEP_WEIGHT * self.second(self.maps.maps(images))], 1)

@@ -14,7 +14,7 @@ from oneround.models import PrototypeNet
 HEAD = ("prototypes", "bias")
 
 
-def start_from(path: Path, net: PrototypeNet, key: str, *, whole: bool = False) -> None:
+def load_weights(path: Path, net: PrototypeNet, key: str, *, whole: bool = False) -> None:
     """Load a safetensors file into the network: a whole network or, unless `whole`, an encoder (`encoder.` is optional)."""
     try:
         loaded = safetensors.torch.load(path.read_bytes())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +26,10 @@ class PrototypeNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(n, channels, height, width) normalised → logits (n, classes)"""
-        return self.answer(self.encoder(images))
+        return self.classify(self.encoder(images))
 
-    def answer(self, features: Tensor) -> Tensor:
-        """Features (n, features) of the encoder → logits (n, classes)"""
+    def classify(self, features: Tensor) -> Tensor:
+        """The encoder's features (n, features) → logits (n, classes)"""
         if self.bias is not None:
             return features @ self.prototypes.T + self.bias
         return F.normalize(features, dim=1) @ self.prototypes.T
@@ -59,26 +58,11 @@ Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and type of tensors, by name."""
 
 
-class NetworkLayout(NamedTuple):
-    """Shapes and types of a network's tensors, without values."""
-
-    tensors: Layout
-    """Every parameter and norm statistic."""
-    features: int
-
-    @property
-    def size(self) -> int:
-        """How many numbers a message carries of it."""
-        return sum(int(torch.Size(shape).numel()) for shape, _ in self.tensors.values())
-
-
 @lru_cache(maxsize=32)
-def network_layout(part: Part, channels: int, classes: int, head: str = "prototypes") -> NetworkLayout:
-    """The layout of the network that `build` makes."""
+def meta_network(part: Part, channels: int, classes: int, head: str) -> PrototypeNet:
+    """The network that `build` makes, on the meta device: shapes and types without values."""
     with torch.device("meta"):
-        net = build(part, channels, classes, head)
-    tensors = {name: (tuple(value.shape), value.dtype) for name, value in net.state_dict().items()}
-    return NetworkLayout(tensors, net.encoder.features)
+        return build(part, channels, classes, head)
 
 
 def network_from(part: Part, channels: int, classes: int, weights: dict[str, Tensor]) -> PrototypeNet:

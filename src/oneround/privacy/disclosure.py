@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oneround.config.sections import Noise, Reveal
 
-HARMLESS = ("epoch", "learning_rate", "loss", "trouble")
+INDEPENDENT_OF_COUNTS = ("epoch", "learning_rate", "loss", "trouble")
 """Keys of a history entry that do not depend on the class counts, as λ, entropy and steps do."""
 
 
@@ -35,7 +35,7 @@ def disclosed_history(history: list[dict[str, Any]], reveal: Reveal) -> list[dic
     """The training history, without the entries that depend on undisclosed class counts."""
     if reveal.class_counts is True:
         return history
-    return [{key: value for key, value in entry.items() if key in HARMLESS} for entry in history]
+    return [{key: value for key, value in entry.items() if key in INDEPENDENT_OF_COUNTS} for entry in history]
 
 
 def disclosed_stop(text: str, summary: str, reveal: Reveal) -> str:

@@ -3,10 +3,10 @@
 X25519 and HKDF. A site makes a private key for every federation that asks it for one, stores it in its folder with fingerprints of
 what it masked, and never sends it. The server collects the public keys and sends all of them with the broadcast; each site
 checks the list and derives a secret with every other one. A server that replaces the sites' keys by its own would learn
-the secrets: the keys protect from a curious server, not from one that lies.
+the secrets: the keys protect against an honest-but-curious server, not against a malicious one.
 
-A key masks for one broadcast, and so for one roster: from sums of the same images under {A, B, C} and under {A, B} follow C's by
-subtraction. The site writes the broadcast's digest to disk before it reads an image, and refuses any other with that key.
+A key masks for one broadcast, and so for one roster: sums of the same images under {A, B, C} minus those under {A, B} are
+C's own. The site writes the broadcast's digest to disk before it reads an image, and refuses any other with that key.
 """
 
 from __future__ import annotations
@@ -63,6 +63,22 @@ class SiteKey(NamedTuple):
         content = {"private": self.private.private_bytes_raw().hex(), "masked": dict(masked), **binding}
         write_durably(self.path, json.dumps(content).encode(), mode=OWNER_ONLY)
 
+    @staticmethod
+    def read(path: Path) -> SiteKey:
+        """The key in this file; DataError if the file is damaged."""
+        try:
+            content = json.loads(path.read_text())
+            private = X25519PrivateKey.from_private_bytes(bytes.fromhex(content["private"]))
+            binding = content.get("binding")
+            return SiteKey(
+                path,
+                private,
+                {str(key): str(value) for key, value in content["masked"].items()},
+                Binding(str(binding["context"]), tuple(map(str, binding["sites"]))) if binding is not None else None,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DataError(f"{path}: damaged; remove it and start over with another --out at the server") from None
+
 
 def public_key(folder: Path | None, run: str) -> str:
     """The public key, in hexadecimal, of the site with this folder for that run; the pair is made at the first request."""
@@ -71,7 +87,7 @@ def public_key(folder: Path | None, run: str) -> str:
     path = _key_folder(folder) / f"{run}.json"
     if not path.exists():
         SiteKey(path, X25519PrivateKey.generate(), {}).write({})
-    return _read(path).public
+    return SiteKey.read(path).public
 
 
 def masker_of(name: str, folder: Path | None, roster: Mapping[str, str], digest: str, context: str) -> Masker:
@@ -91,7 +107,7 @@ def masker_of(name: str, folder: Path | None, roster: Mapping[str, str], digest:
 
     secrets = secrets_of(name, folder, roster, digest)
     with _locked(_key_folder(folder)):
-        key = bind(_own(name, folder, roster), context, roster)
+        key = bind(_own_key(name, folder, roster), context, roster)
     _warn_of_difference(folder, key)
     fingerprint_key = hashlib.sha256(b"oneround fingerprint" + key.private.private_bytes_raw()).digest()
     return Masker(name, secrets, key.masked, key.write, fingerprint_key)
@@ -116,7 +132,7 @@ def _warn_of_difference(folder: Path | None, key: SiteKey) -> None:
     """Log a warning if this site masked within another set of sites before: the two totals differ by the other sites."""
     assert key.binding is not None
     for path in sorted(_key_folder(folder).glob("*.json")):
-        other = _read(path).binding if path != key.path else None
+        other = SiteKey.read(path).binding if path != key.path else None
         if other is not None and other.sites != key.binding.sites:
             log.warning(
                 "this site masked with %s before and now masks with %s: over the same images, the two totals reveal the sums "
@@ -140,9 +156,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def secrets_of(name: str, folder: Path | None, roster: Mapping[str, str], digest: str) -> dict[str, bytes]:
     """The secret that a site shares with each other site of the roster, for the recipe of that digest."""
-    keys, private = _checked(roster), _own(name, folder, roster).private
+    keys, private = _usable_keys(roster), _own_key(name, folder, roster).private
     return {
-        peer: _shared(private, key, f"oneround masks/{digest}/{'/'.join(sorted((name, peer)))}")
+        peer: _shared_secret(private, key, f"oneround masks/{digest}/{'/'.join(sorted((name, peer)))}")
         for peer, key in keys.items()
         if peer != name
     }
@@ -159,7 +175,7 @@ def is_key(text: str) -> bool:
     return True
 
 
-def _checked(roster: Mapping[str, str]) -> dict[str, bytes]:
+def _usable_keys(roster: Mapping[str, str]) -> dict[str, bytes]:
     """The roster's keys, if they are usable."""
     bad = next((peer for peer, key in roster.items() if not is_key(key)), None)
     if bad is not None:
@@ -174,14 +190,14 @@ def _checked(roster: Mapping[str, str]) -> dict[str, bytes]:
     return keys
 
 
-def _own(name: str, folder: Path | None, roster: Mapping[str, str]) -> SiteKey:
+def _own_key(name: str, folder: Path | None, roster: Mapping[str, str]) -> SiteKey:
     """This site's key that is in the roster."""
     if name not in roster:
         raise ProtocolError(
             "refused, the list of keys does not have this site; start over with another --out at the server"
         )
     for path in sorted(_key_folder(folder).glob("*.json")):
-        key = _read(path)
+        key = SiteKey.read(path)
         if key.public == roster[name]:
             return key
     raise ProtocolError(
@@ -189,7 +205,8 @@ def _own(name: str, folder: Path | None, roster: Mapping[str, str]) -> SiteKey:
     )
 
 
-def _shared(private: X25519PrivateKey, key: bytes, purpose: str) -> bytes:
+def _shared_secret(private: X25519PrivateKey, key: bytes, purpose: str) -> bytes:
+    """The secret for one purpose that this private key and the peer's public key agree on."""
     common = private.exchange(X25519PublicKey.from_public_bytes(key))
     return HKDF(algorithm=SHA256(), length=LENGTH, salt=None, info=purpose.encode()).derive(common)
 
@@ -199,18 +216,3 @@ def _key_folder(folder: Path | None) -> Path:
     if folder is None:
         raise DataError("sums.secure: this site has no folder to keep its key in; name one, folder: in its site file")
     return folder / "masks"
-
-
-def _read(path: Path) -> SiteKey:
-    try:
-        content = json.loads(path.read_text())
-        private = X25519PrivateKey.from_private_bytes(bytes.fromhex(content["private"]))
-        binding = content.get("binding")
-        return SiteKey(
-            path,
-            private,
-            {str(key): str(value) for key, value in content["masked"].items()},
-            Binding(str(binding["context"]), tuple(map(str, binding["sites"]))) if binding is not None else None,
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise DataError(f"{path}: damaged; remove it and start over with another --out at the server") from None

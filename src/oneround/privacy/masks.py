@@ -26,7 +26,7 @@ from oneround.sums.moments import CHECK, CHECKED, Moments, square_of, triangle_o
 
 Numbers = NDArray[np.uint64]
 
-FRACTION = 24  # bits behind the point: exact to 3e-8 where features are about 1 in size (`sums.rescale`)
+FRACTION_BITS = 24  # bits behind the point: exact to 3e-8 where features are about 1 in size (`sums.rescale`)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Masker:
             "total": sums.total,
             "counts": sums.counts,
         }
-        plain = {name: _whole(value, len(self.secrets) + 1) for name, value in tensors.items()}
+        plain = {name: _fixed_point(value, len(self.secrets) + 1) for name, value in tensors.items()}
         content = b"".join(plain[name].tobytes() for name in sorted(plain))
         fingerprint = hmac.digest(self.fingerprint_key, content, "sha256").hex()
         if self.masked.setdefault(context, fingerprint) != fingerprint:
@@ -83,12 +83,13 @@ class Masker:
         self.remember(self.masked)
         plain[CHECK] = np.zeros(CHECKED, np.uint64)
         numbers = {
-            name: torch.from_numpy(self._under_masks(name, value, context).view(np.int64))
+            name: torch.from_numpy(self._add_masks(name, value, context).view(np.int64))
             for name, value in plain.items()
         }
         return Masked(self.client, tuple(sorted([self.client, *self.secrets])), context, numbers)
 
-    def _under_masks(self, name: str, value: Numbers, context: str) -> Numbers:
+    def _add_masks(self, name: str, value: Numbers, context: str) -> Numbers:
+        """The value plus or minus the stream shared with each peer."""
         for peer, secret in self.secrets.items():
             stream = _stream(secret, context, name, value.shape)
             value = value + stream if self.client < peer else value - stream
@@ -110,16 +111,16 @@ def add_up(uploads: Iterable[Masked]) -> Moments:
             raise ProtocolError(f"{upload.client}: uploaded twice or is not one of {', '.join(first.clients)}")
         received.append(upload.client)
         for name, value in upload.numbers.items():
-            mine = value.numpy().view(np.uint64)
-            totals[name] = totals[name] + mine if name in totals else mine
+            added = value.numpy().view(np.uint64)
+            totals[name] = totals[name] + added if name in totals else added
     if first is None or set(received) != set(first.clients):
-        missing = sorted(set(first.clients) - set(received)) if first else ["everybody"]
+        missing = sorted(set(first.clients) - set(received)) if first else ["all clients"]
         raise ProtocolError(f"masks cancel only in the sum of all clients; missing: {', '.join(missing)}")
     if totals.pop(CHECK).any():
         raise ProtocolError(
             "the masks do not cancel: a client masked with another secret or not at all; have all send again"
         )
-    plain = {name: torch.from_numpy(value.view(np.int64)).double() / 2**FRACTION for name, value in totals.items()}
+    plain = {name: torch.from_numpy(value.view(np.int64)).double() / 2**FRACTION_BITS for name, value in totals.items()}
     gram = square_of(plain["triangle"], len(plain["total"]))
     if float(plain["counts"].min()) < 0 or float(gram.diagonal().min()) < 0:
         raise ProtocolError(
@@ -128,7 +129,7 @@ def add_up(uploads: Iterable[Masked]) -> Moments:
     return Moments(gram, plain["cross"], plain["total"], plain["counts"])
 
 
-def simulated(client: str, clients: Iterable[str], seed: int) -> Masker:
+def simulated_masker(client: str, clients: Iterable[str], seed: int) -> Masker:
     """A client's masker in a simulation. Its secrets follow from the seed, so the masks hide nothing."""
     shared = {
         peer: hashlib.sha256(f"oneround simulation/{seed}/{'/'.join(sorted((client, peer)))}".encode()).digest()
@@ -138,15 +139,15 @@ def simulated(client: str, clients: Iterable[str], seed: int) -> Masker:
     return Masker(client, shared)
 
 
-def _whole(value: Tensor, clients: int) -> Numbers:
+def _fixed_point(value: Tensor, clients: int) -> Numbers:
     """Fixed-point integers; the total of that many clients must still fit."""
-    scaled = value.cpu().double() * 2**FRACTION
+    scaled = value.cpu().double() * 2**FRACTION_BITS
     if not bool(torch.isfinite(scaled).all()):
         raise ProtocolError("sums that are not finite cannot be masked; check the images and the features")
     most = 2.0**62 / clients
     if float(scaled.abs().max()) > most:
         raise ProtocolError(
-            f"a sum of {float(value.abs().max()):.3g} is too large to be masked; at most {most / 2**FRACTION:.3g}"
+            f"a sum of {float(value.abs().max()):.3g} is too large to be masked; at most {most / 2**FRACTION_BITS:.3g}"
         )
     whole: Numbers = scaled.round().long().numpy().view(np.uint64)
     return whole

@@ -23,7 +23,7 @@ from oneround.files import write_durably as write_durably  # callers write the m
 from oneround.protocol.validate import check_manifest
 
 FORMAT = 1
-MANY = 4 << 20  # bytes; smaller messages are hashed faster without threads
+THREADED_BYTES = 4 << 20  # bytes; smaller messages are hashed faster without threads
 MAX_HEADER = 100_000_000  # bytes
 Manifest = dict[str, Any]
 
@@ -37,7 +37,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
         return f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{digest}\n"
 
     names = sorted(tensors)
-    if sum(tensor.nbytes for tensor in tensors.values()) < MANY:
+    if sum(tensor.nbytes for tensor in tensors.values()) < THREADED_BYTES:
         lines = list(map(line, names))
     else:
         with ThreadPoolExecutor() as pool:
@@ -58,9 +58,9 @@ def pack(kind: str, tensors: Mapping[str, Tensor], manifest: Manifest) -> bytes:
 
 
 def unpack(
-    raw: bytes, where: str, kind: str, max_bytes: int | None = None, *, known: bool = False
+    raw: bytes, where: str, kind: str, max_bytes: int | None = None, *, verified: bool = False
 ) -> tuple[Manifest, dict[str, Tensor]]:
-    """A message from bytes, or a `ProtocolError` with `where` and the reason. `known`: its content is checked already."""
+    """A message from bytes, or a `ProtocolError` with `where` and the reason. `verified`: its content is checked already."""
     _check_size(len(raw), max_bytes, where)
     manifest = _manifest(raw, where, kind)
     try:
@@ -69,7 +69,7 @@ def unpack(
         raise refused(where, f"damaged or truncated ({error})") from None
     if manifest.get("shapes") != {name: list(tensor.shape) for name, tensor in tensors.items()}:
         raise refused(where, "its tensors are not those its manifest lists")
-    if known:
+    if verified:
         return manifest, tensors
     if manifest.get("sha256") != checksum(tensors):
         raise refused(where, "its content does not match its checksum")
@@ -122,15 +122,15 @@ def read(path: Path, kind: str, max_bytes: int | None = None) -> tuple[Manifest,
     except OSError as error:
         raise ProtocolError(f"{path}: cannot be read ({error.strerror})") from None
     version = stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_size
-    message = unpack(raw, str(path), kind, max_bytes, known=_checked.get((path, kind)) == version)
-    if len(_checked) >= MOST_CHECKED:
-        _checked.clear()
-    _checked[path, kind] = version
+    message = unpack(raw, str(path), kind, max_bytes, verified=_verified.get((path, kind)) == version)
+    if len(_verified) >= MAX_VERIFIED:
+        _verified.clear()
+    _verified[path, kind] = version
     return message
 
 
-MOST_CHECKED = 10_000
-_checked: dict[tuple[Path, str], tuple[int, ...]] = {}
+MAX_VERIFIED = 10_000
+_verified: dict[tuple[Path, str], tuple[int, ...]] = {}
 """Files whose content this process has verified, with their stat at that time."""
 
 

@@ -38,7 +38,7 @@ def encode(tensors: Tensors, encoding: str) -> Tensors:
             sent[name] = tensor
         else:
             sent[SCALE + name] = scale = _scale(tensor)
-            sent[name] = (tensor / _along(scale, tensor)).round().clamp(-127, 127).to(torch.int8)
+            sent[name] = (tensor / _per_channel(scale, tensor)).round().clamp(-127, 127).to(torch.int8)
     return sent
 
 
@@ -46,7 +46,7 @@ def decode(tensors: Tensors, encoding: str) -> Tensors:
     """Decode an upload's tensors to float32."""
     if encoding == "int8":
         return {
-            name: value.float() * _along(tensors[SCALE + name], value) if SCALE + name in tensors else value
+            name: value.float() * _per_channel(tensors[SCALE + name], value) if SCALE + name in tensors else value
             for name, value in tensors.items()
             if not name.startswith(SCALE)
         }
@@ -66,11 +66,12 @@ def _scale(tensor: Tensor) -> Tensor:
     return torch.where(most > 0, up, torch.ones_like(up))
 
 
-def _along(scale: Tensor, tensor: Tensor) -> Tensor:
+def _per_channel(scale: Tensor, tensor: Tensor) -> Tensor:
+    """(channels,) → (channels, 1, …), to multiply the tensor with."""
     return scale.reshape(-1, *[1] * (tensor.dim() - 1))
 
 
-def as_sent(decoded: Layout, encoding: str) -> Layout:
+def encoded_layout(decoded: Layout, encoding: str) -> Layout:
     """Shapes and types of the encoded tensors, from those of the decoded ones."""
     sent: Layout = {}
     for name, (shape, dtype) in decoded.items():

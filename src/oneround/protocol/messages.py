@@ -21,9 +21,9 @@ from oneround.errors import ProtocolError, refused
 from oneround.models.features import features
 from oneround.models.prototype import Layout
 from oneround.protocol import blob
-from oneround.protocol.encoding import as_sent, bytes_of, decode, encode, layout_of
+from oneround.protocol.encoding import bytes_of, decode, encode, encoded_layout, layout_of
 from oneround.protocol.validate import check_history, check_masks, check_sums, check_weights, counts_of
-from oneround.sums import expected
+from oneround.sums import sums_layout
 
 History = list[dict[str, Any]]
 SLACK = 16 * 2**20  # bytes for an upload's manifest, history and header, beside its tensors
@@ -42,7 +42,7 @@ class Broadcast:
     extras: dict[str, Tensor] = field(default_factory=dict)
     """Further tensors that the recipe's parts need at every site: `anchors`, `bank.features`, `bank.labels`, `features.*`."""
     round: int = 1
-    """Number of the round it begins, from 1."""
+    """Number of the round that it starts, from 1."""
     roster: dict[str, str] = field(default_factory=dict)
     """For masked sums: the clients whose masks cancel together, each with its public key (empty in a simulation)."""
     digest: str = ""
@@ -79,7 +79,7 @@ class Broadcast:
         """Names, shapes and types of the sums every upload must carry."""
         if self.recipe.sums is None:
             return {}
-        return expected(self.recipe, features.of(self.recipe.sums.features).size_for(self.shape), self.classes)
+        return sums_layout(self.recipe, features.of(self.recipe.sums.features).size_for(self.shape), self.classes)
 
     @cached_property
     def context(self) -> str:
@@ -99,7 +99,7 @@ class Broadcast:
 
     @staticmethod
     def unpack(raw: bytes, where: str = "broadcast") -> Broadcast:
-        return Broadcast._from(*blob.unpack(raw, where, "broadcast"), where)._read_from(raw)
+        return Broadcast._from(*blob.unpack(raw, where, "broadcast"), where)._with_context_of(raw)
 
     def write(self, path: str | PathLike[str]) -> None:
         blob.write_durably(Path(path), self.pack())
@@ -107,10 +107,10 @@ class Broadcast:
     @staticmethod
     def read(path: str | PathLike[str]) -> Broadcast:
         broadcast = Broadcast._from(*blob.read(Path(path), "broadcast"), str(path))
-        return broadcast._read_from(Path(path).read_bytes()) if broadcast.recipe.secure else broadcast
+        return broadcast._with_context_of(Path(path).read_bytes()) if broadcast.recipe.secure else broadcast
 
-    def _read_from(self, raw: bytes) -> Broadcast:
-        """Set the context from the received bytes, whichever version wrote them."""
+    def _with_context_of(self, raw: bytes) -> Broadcast:
+        """Itself, its context set from the received bytes, whichever version wrote them."""
         self.__dict__["context"] = hashlib.sha256(raw).hexdigest()
         return self
 
@@ -127,8 +127,8 @@ class Broadcast:
             raise refused(where, f"damaged manifest ({error!r})") from None
         channels, height, width = manifest["shape"]
         names, shape = tuple(manifest["class_names"]), (channels, height, width)
-        parts = parted(tensors, "weights", "extras")
-        return Broadcast(recipe, names, shape, **parts, round=number, roster=dict(roster), digest=digest)
+        groups = split_by_prefix(tensors, "weights", "extras")
+        return Broadcast(recipe, names, shape, **groups, round=number, roster=dict(roster), digest=digest)
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,6 @@ class Upload:
         return int(self.class_counts.sum())
 
     @property
-    def size(self) -> int:
-        """Bytes of its encoded tensors."""
-        return size_of(self._tensors())
-
-    @property
     def content(self) -> str:
         """SHA-256 of the tensors, the client and the counts, without times or paths."""
         tensors = blob.checksum(self._tensors())
@@ -174,13 +169,13 @@ class Upload:
 
     @staticmethod
     def content_of(path: str | PathLike[str]) -> str:
-        """The same, from an upload file's manifest alone; for a file whose tensors have been checked already."""
+        """`content` of an upload file, from its manifest alone; for a file whose tensors have been checked already."""
         manifest = blob.peek(Path(path), "upload")
         return _content(*(manifest[key] for key in ("client", "recipe_digest", "epoch", "class_counts", "sha256")))
 
     def _tensors(self) -> dict[str, Tensor]:
-        coded = encode(prefixed(weights=self.weights, statistics=self.statistics), self.encoding)
-        return coded | prefixed(sums=self.sums)  # sums have a precision of their own
+        encoded = encode(prefixed(weights=self.weights, statistics=self.statistics), self.encoding)
+        return encoded | prefixed(sums=self.sums)  # sums have a precision of their own
 
     def pack(self) -> bytes:
         manifest = {
@@ -229,10 +224,10 @@ class Upload:
         tensors = _decoded(tensors, broadcast, statistics, where)
         masked = broadcast.recipe.secure
         counts = [] if masked else counts_of(manifest, tensors.get("sums.counts"), broadcast, where)
-        parts = parted(tensors, "weights", "statistics", "sums")
-        check_weights(parts["weights"], where)
-        if parts["sums"] and not masked:
-            check_sums(parts["sums"], where)
+        groups = split_by_prefix(tensors, "weights", "statistics", "sums")
+        check_weights(groups["weights"], where)
+        if groups["sums"] and not masked:
+            check_sums(groups["sums"], where)
         epoch, client = manifest["epoch"], manifest["client"]
         first, last = broadcast.first_epoch, broadcast.last_epoch
         if not first <= epoch <= last:
@@ -245,7 +240,7 @@ class Upload:
             broadcast.digest,
             epoch,
             torch.tensor(counts, dtype=torch.int64),
-            **parts,
+            **groups,
             history=manifest["history"],
             stopped=manifest.get("stopped", ""),
             encoding=broadcast.recipe.upload.encoding,
@@ -267,7 +262,7 @@ def _decoded(tensors: dict[str, Tensor], broadcast: Broadcast, statistics: Shape
     decoded_layout |= {f"statistics.{name}": (shape, torch.float32) for name, shape in statistics.items()}
     encoding = broadcast.recipe.upload.encoding
     sums = {f"sums.{name}": layout for name, layout in broadcast.sums.items()}
-    expected, got = as_sent(decoded_layout, encoding) | sums, layout_of(tensors)
+    expected, got = encoded_layout(decoded_layout, encoding) | sums, layout_of(tensors)
     for name in sorted(expected.keys() | got.keys()):
         if name not in got or name not in expected:
             raise refused(where, f"tensor {name} is {'missing' if name in expected else 'not asked for'}")
@@ -299,30 +294,25 @@ def check_norms(upload: Upload, broadcast: Broadcast, where: str) -> None:
             )
 
 
-def size_of(tensors: dict[str, Tensor]) -> int:
-    """Bytes."""
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
 def prefixed(**parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Several dictionaries in one: `weights.prototypes`, `extras.anchors`, …"""
+    """Several dictionaries in one, each with its prefix: `weights.prototypes`, `extras.anchors`, …"""
     return {f"{part}.{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
 
-def parted(tensors: dict[str, Tensor], *parts: str) -> dict[str, dict[str, Tensor]]:
+def split_by_prefix(tensors: dict[str, Tensor], *prefixes: str) -> dict[str, dict[str, Tensor]]:
     """The reverse of `prefixed`."""
-    return {part: part_of(tensors, part) for part in parts}
+    return {prefix: strip_prefix(tensors, prefix) for prefix in prefixes}
 
 
-def part_of(tensors: dict[str, Tensor], part: str) -> dict[str, Tensor]:
-    """One of the dictionaries that `prefixed` combined."""
-    return {name.removeprefix(f"{part}."): value for name, value in tensors.items() if name.startswith(f"{part}.")}
+def strip_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix.`, under the rest of their names."""
+    return {name.removeprefix(f"{prefix}."): value for name, value in tensors.items() if name.startswith(f"{prefix}.")}
 
 
 def max_upload_bytes(broadcast: Broadcast, statistics: Shapes) -> int:
     """The maximum size of an upload to this broadcast."""
     statistics_bytes = sum(4 * math.prod(shape) for shape in statistics.values())
-    return size_of(broadcast.weights) + statistics_bytes + bytes_of(broadcast.sums) + SLACK
+    return bytes_of(layout_of(broadcast.weights)) + statistics_bytes + bytes_of(broadcast.sums) + SLACK
 
 
 class UploadFolder(Sequence[Upload]):

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from oneround.protocol import blob
     from oneround.protocol.messages import Broadcast
 
-DEEPEST = 24  # levels of a manifest; a recipe, its deepest part, has about ten
+MAX_DEPTH = 24  # levels of a manifest; a recipe, its deepest part, has about ten
 RESERVED = ("event", "client", "rule")  # keys that the log itself adds to an entry
 
 
-def _sized(value: Any) -> Any:
+def _at_most_64_bits(value: Any) -> Any:
     """Integers of at most 64 bits: JSON allows any length."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError("a whole number of more than 64 bits")
@@ -30,8 +30,8 @@ Text = Annotated[str, Field(max_length=10_000)]
 Short = Annotated[str, Field(max_length=200)]
 Key = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]  # no control characters
 Digest = Annotated[str, Field(max_length=128)]
-Number = Annotated[int | float, BeforeValidator(_sized)]
-Figures = Annotated[dict[Key, Number | None], Field(max_length=500)]
+Number = Annotated[int | float, BeforeValidator(_at_most_64_bits)]
+Metrics = Annotated[dict[Key, Number | None], Field(max_length=500)]
 
 
 class Schema(BaseModel):
@@ -43,8 +43,8 @@ class Schema(BaseModel):
 class Trace(Schema):
     """Gradients at one tensor: every term's norm, and the cosines between terms."""
 
-    norm: Figures
-    cosine: Figures
+    norm: Metrics
+    cosine: Metrics
 
 
 class HistoryEntry(Schema):
@@ -118,7 +118,7 @@ SCHEMAS: dict[str, type[Manifest]] = {
 def check_manifest(manifest: blob.Manifest, kind: str, where: str) -> None:
     """Refuse a manifest that violates its kind's schema: keys, types, depth, sizes."""
     if not is_shallow(manifest):
-        raise refused(where, f"damaged manifest (more than {DEEPEST} levels deep)")
+        raise refused(where, f"damaged manifest (more than {MAX_DEPTH} levels deep)")
     schema = SCHEMAS.get(kind)
     if schema is None:
         return
@@ -131,9 +131,9 @@ def check_manifest(manifest: blob.Manifest, kind: str, where: str) -> None:
 
 
 def is_shallow(value: object) -> bool:
-    """Whether nested lists and mappings have at most `DEEPEST` levels."""
+    """Whether nested lists and mappings have at most `MAX_DEPTH` levels."""
     level: list[object] = [value]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         level = [
             inner
             for each in level
@@ -199,13 +199,13 @@ def check_sums(sums: dict[str, Tensor], where: str) -> None:
     bound = (squares.clamp(min=0) + ROUNDING * (mean * total).abs()).sqrt()  # (D,) with a margin for rounding
     _check_products(sums, squares, bound, where)
     cross, counts = sums["cross"].double(), sums["counts"].double()
-    if bool((cross.abs() > SLIGHTLY * bound[:, None] * counts.clamp(min=0).sqrt()).any()):
+    if bool((cross.abs() > TOLERANCE * bound[:, None] * counts.clamp(min=0).sqrt()).any()):
         raise refused(where, "its sums by class are larger than its squares and counts allow")
     if bool((cross.sum(1).abs() > ROUNDING * bound * samples**0.5).any()):
         raise refused(where, "its sums by class do not add up to the sum over all its images")
 
 
-SLIGHTLY = 1.02  # tolerance: sums are rounded to 32 or 16 bits
+TOLERANCE = 1.02  # tolerance: sums are rounded to 32 or 16 bits
 
 
 def _check_products(sums: dict[str, Tensor], squares: Tensor, bound: Tensor, where: str) -> None:
@@ -219,7 +219,7 @@ def _check_products(sums: dict[str, Tensor], squares: Tensor, bound: Tensor, whe
     start, size = 0, len(bound)
     for row in range(size):
         part = triangle[start : start + size - row].double().abs() * scale[row] * scale[row:]
-        if bool((part > SLIGHTLY * bound[row] * bound[row:]).any()):
+        if bool((part > TOLERANCE * bound[row] * bound[row:]).any()):
             raise refused(where, f"its sums have products larger than their squares allow (row {row})")
         start += size - row
 

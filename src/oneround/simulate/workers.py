@@ -20,7 +20,7 @@ from oneround.acts import train
 from oneround.config.parts import load_plugin
 from oneround.config.recipe import Local
 from oneround.data import Images
-from oneround.privacy.masks import simulated
+from oneround.privacy.masks import simulated_masker
 from oneround.processes import begin_worker, hidden_main, load_workers, worker_pool
 from oneround.protocol import Broadcast
 from oneround.runs.folder import RunFolder
@@ -67,7 +67,7 @@ class Worker:
             consensus=job.consensus,
             deadline=job.deadline,
             validation=None if validation is None or len(validation) == 0 else self.data.take(validation),
-            masker=simulated(job.client, broadcast.roster, recipe.seeds.training) if recipe.secure else None,
+            masker=simulated_masker(job.client, broadcast.roster, recipe.seeds.training) if recipe.secure else None,
         )
         upload = train(broadcast, site, job.until, self.emit, self.trainer)
         last = job.until == broadcast.last_epoch  # a lost snapshot before it is trained again

@@ -2,7 +2,7 @@
 
 from oneround.sums.features import EXPONENT, constants_of, exponent_of, feature_extras, features_of, rescale
 from oneround.sums.gather import gather, steps_of
-from oneround.sums.moments import Moments, check_memory, expected, packed, unpacked
+from oneround.sums.moments import Moments, check_memory, packed, sums_layout, unpacked
 from oneround.sums.solve import Solution, solve
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "Solution",
     "check_memory",
     "constants_of",
-    "expected",
     "exponent_of",
     "feature_extras",
     "features_of",
@@ -20,5 +19,6 @@ __all__ = [
     "rescale",
     "solve",
     "steps_of",
+    "sums_layout",
     "unpacked",
 ]

@@ -1,4 +1,4 @@
-"""One pass over a site's images: features of one block at a time are added to the sums and dropped."""
+"""One pass over a site's images: a block's features are computed, added to the sums and discarded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from oneround.data import Images
 from oneround.models.features import Features, in_batches
-from oneround.sums.moments import Moments, check_memory, exact, mirror_
+from oneround.sums.moments import Moments, check_memory, float64_device, mirror_
 
 ROWS = 512  # images per block
 COLUMNS = 1024  # of the Gram matrix per product, to bound temporary memory
@@ -38,14 +38,14 @@ def gather(
     `mirrored`: the mirror image of every image counts too. `on_progress` receives the number of finished blocks.
     """
     device = data.pixels.device
-    where = exact(device)
+    sum_device = float64_device(device)
     check_memory(features.size)
-    sums = Moments.zero(features.size, classes, where)
+    sums = Moments.zero(features.size, classes, sum_device)
     blocks = zip(data.batches(device, mean, std, ROWS), data.labels.split(ROWS), strict=True)
     for done, (images, labels) in enumerate(blocks, start=1):
         for batch in (images, images.flip(3)) if mirrored else (images,):
-            outputs = in_batches(features, batch, features.at_once, features.size)
-            _add(sums, outputs.to(where).double(), F.one_hot(labels.to(where), classes).double())
+            outputs = in_batches(features, batch, features.batch_size, features.size)
+            _add(sums, outputs.to(sum_device).double(), F.one_hot(labels.to(sum_device), classes).double())
         on_progress(done)
     mirror_(sums.gram)
     return sums

@@ -1,7 +1,7 @@
 """Sums over images: Σφφᵀ, Σφyᵀ, Σφ and the number of images of each class. They add, subtract and are packed for uploads.
 
-They are float64 here. An upload carries Σφ in float64 and, around the client's own mean, the triangle of Σφφᵀ in fp32. Rounding
-there is small relative to the spread, and the server adds the means back in float64. Smaller uploads divide the triangle by its
+In memory they are float64. An upload carries Σφ in float64 and, around the client's own mean, the triangle of Σφφᵀ in fp32: its rounding
+error is small relative to the variance, and the server adds the means back in float64. Smaller uploads divide the triangle by its
 diagonal and round it to 16 bits, or send only its leading directions and the rest as a diagonal (a sketch).
 """
 
@@ -28,7 +28,7 @@ MATRICES = 3  # as large as Σφφᵀ, in float64: the sums, an addend or a solu
 
 @dataclass(frozen=True)
 class Moments:
-    """All float64, on one device."""
+    """The sums over some images, all float64 and on one device."""
 
     gram: Tensor
     """(D, D) Σφφᵀ"""
@@ -46,9 +46,9 @@ class Moments:
 
     def around(self, centre: Tensor) -> Moments:
         """The sums of φ − centre."""
-        moved = self.total - self.samples * centre
-        gram = self.gram.clone().addr_(self.total, centre, alpha=-1).addr_(centre, moved, alpha=-1)
-        return Moments(gram, torch.addr(self.cross, centre, self.counts, alpha=-1), moved, self.counts)
+        total = self.total - self.samples * centre
+        gram = self.gram.clone().addr_(self.total, centre, alpha=-1).addr_(centre, total, alpha=-1)
+        return Moments(gram, torch.addr(self.cross, centre, self.counts, alpha=-1), total, self.counts)
 
     def scaled(self, exponent: int) -> Moments:
         """The sums of 2^exponent·φ; exact."""
@@ -56,16 +56,16 @@ class Moments:
         return Moments(self.gram * factor**2, self.cross * factor, self.total * factor, self.counts)
 
     def __add__(self, other: Moments) -> Moments:
-        return Moments(*(mine + its for mine, its in zip(self._all, other._all, strict=True)))
+        return Moments(*(own + others for own, others in zip(self._all, other._all, strict=True)))
 
     def __sub__(self, other: Moments) -> Moments:
         """The sums without another client's."""
-        return Moments(*(mine - its for mine, its in zip(self._all, other._all, strict=True)))
+        return Moments(*(own - others for own, others in zip(self._all, other._all, strict=True)))
 
     def include(self, other: Moments) -> None:
         """Add in place: one set of sums in memory for any number of clients."""
-        for mine, its in zip(self._all, other._all, strict=True):
-            mine += its.to(mine.device)
+        for own, others in zip(self._all, other._all, strict=True):
+            own += others.to(own.device)
 
     def to(self, device: torch.device) -> Moments:
         return Moments(*(each.to(device) for each in self._all))
@@ -79,8 +79,8 @@ class Moments:
         return self.gram, self.cross, self.total, self.counts
 
 
-def exact(device: torch.device) -> torch.device:
-    """The device to add on: this one, unless it has no float64."""
+def float64_device(device: torch.device) -> torch.device:
+    """This device, or the CPU where it has no float64."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
@@ -99,12 +99,12 @@ def check_memory(size: int) -> None:
         )
 
 
-def expected(recipe: Federated, size: int, classes: int) -> Layout:
+def sums_layout(recipe: Federated, size: int, classes: int) -> Layout:
     """Names, shapes and types of the sums in an upload; empty where the recipe asks for none."""
     if recipe.sums is None:
         return {}
     triangle = (size * (size + 1) // 2,)
-    if recipe.sums.secure:  # integers modulo 2⁶⁴, and zeros that check that the masks cancel
+    if recipe.sums.secure:  # integers modulo 2⁶⁴, and zeros to check that the masks cancel
         shapes = {"triangle": triangle, "cross": (size, classes), "total": (size,), "counts": (classes,)}
         return {name: (shape, torch.int64) for name, shape in {**shapes, CHECK: (CHECKED,)}.items()}
     layout: Layout = {

@@ -46,7 +46,7 @@ class Solution:
 
 
 def solve(moments: Moments, penalty: float | None = None, copies: int = 1) -> Solution:
-    """The ridge solution; `penalty` (relative to the mean of the diagonal) left out: chosen by cross-validation.
+    """The ridge solution; `penalty` is relative to the mean of the diagonal, None: chosen by cross-validation.
 
     `copies`: how often every image is in the sums (2 with mirror images); only one of them is independent.
     """
@@ -74,12 +74,12 @@ class _Problem:
     def at(self, penalty: float) -> Solution:
         """The solution for this λ, or for the next larger one that has a solution: sums rounded to 16 bits may need it."""
         for step in range(STEPS):
-            solution = self._try(penalty * STEP**step)
+            solution = self._solve(penalty * STEP**step)
             if solution is not None:
                 return solution
         raise RunError(
             f"ridge: the sums are not a valid second-moment matrix, not even with λ = {penalty * STEP**STEPS:.2g}; "
-            "leave out whoever sent something else (--without CLIENT)"
+            "leave out the client that sent something else (--without CLIENT)"
         )
 
     def best(self) -> Solution:
@@ -92,7 +92,7 @@ class _Problem:
         start = best.penalty
         for factor in (1 / STEP, STEP):
             for step in range(1, STEPS):
-                solution = self._try(start * factor**step)
+                solution = self._solve(start * factor**step)
                 if solution is None or self._error(solution) >= self._error(best):
                     break
                 best = solution
@@ -100,7 +100,7 @@ class _Problem:
                 break
         return best
 
-    def _try(self, penalty: float) -> Solution | None:
+    def _solve(self, penalty: float) -> Solution | None:
         """The solution for one λ, or None where the matrix is not positive definite."""
         lifted = self.gram.clone()
         lifted.diagonal().add_(penalty * self.level)
@@ -111,8 +111,8 @@ class _Problem:
         weights = torch.cholesky_solve(self.cross, factor)
         freedom = 1 + self._trace(factor, penalty * self.level)
         fit = float((weights * (self.gram @ weights)).sum()) - 2 * float((weights * self.cross).sum())
-        wrong = max(self.spread + fit, 1e-12) / self.copies / weights.shape[1]  # squared, over all images
-        noise = self.images * wrong / max(self.images - freedom, 1.0) ** 2
+        squared_error = max(self.spread + fit, 1e-12) / self.copies / weights.shape[1]  # over all images
+        noise = self.images * squared_error / max(self.images - freedom, 1.0) ** 2
         return Solution(self.mean, weights, self.priors, penalty, freedom, noise)
 
     def _trace(self, factor: Tensor, penalty: float) -> float:

@@ -23,7 +23,7 @@ from oneround.errors import OutOfTime, RunError
 from oneround.models.prototype import PrototypeNet, on_cpu
 from oneround.protocol import Broadcast, blob
 from oneround.protocol.encoding import layout_of
-from oneround.protocol.messages import parted, prefixed
+from oneround.protocol.messages import prefixed, split_by_prefix
 from oneround.seeds import generator
 from oneround.site import Site
 from oneround.training import safeguards
@@ -238,7 +238,7 @@ class Learner:
             raise RunError(f"{self.state_file}: state of another client or recipe; remove it to start over")
         if not self.broadcast.first_epoch < int(manifest["epoch"]) <= self.broadcast.last_epoch:
             return
-        saved = parted(tensors, "momentum", "companion")
+        saved = split_by_prefix(tensors, "momentum", "companion")
         self._restore(tensors)
         self.stepper.restart(saved["momentum"])
         if self.companion:
