@@ -109,6 +109,12 @@ def test_a_rule_that_tells_classes_cannot_be_hidden() -> None:
         small_recipe(reveal__class_counts={"epsilon": 0.0}, fusion=["iffi"])
 
 
+@pytest.mark.parametrize("counts", [False, {"epsilon": 1.0}])
+def test_sums_that_have_class_counts_cannot_be_sent_where_they_are_hidden(counts: object) -> None:
+    with pytest.raises(RecipeError, match=r"reveal\.class_counts: hides nothing while sums are sent"):
+        small_recipe(reveal__class_counts=counts, fusion=["iffi"], sums={})
+
+
 @pytest.mark.parametrize(
     "rule",
     [

@@ -243,13 +243,15 @@ class Federated(Strict):
                 )
 
     def _problems_of_hidden_counts(self) -> Iterator[str]:
-        """Hidden class counts exclude rules that disclose them anyway, and rules that need them."""
+        """Hidden class counts exclude rules and sums that disclose them anyway, and rules that need them."""
         disclosing = [rule.kind for rule in self.fusion if rule.discloses]
         if disclosing:
             yield (
                 f"reveal.class_counts: hides nothing while fusion has {disclosing[0]}, which makes sites send statistics of "
                 f"every class; leave out {', '.join(disclosing)}"
             )
+        if self.sums is not None:
+            yield "reveal.class_counts: hides nothing while sums are sent, which have the counts of every class; leave sums out"
         by_counts = [rule.kind for rule in self.fusion if rule.needs.class_counts]
         if by_counts and self.reveal.class_counts is False:
             yield (
