@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from oneround.config.parts import PartitionPart, Slot
+from oneround.config.sections import Count
 from oneround.data.images import Dataset
 from oneround.errors import RecipeError
 from oneround.seeds import derive
 
 Index = NDArray[np.int64]
 Random = np.random.RandomState
+Alpha = Annotated[float, Field(gt=0, le=1e6)]
 TRIES = 1000
 
 
@@ -94,7 +96,7 @@ class Split:
 class Partition(PartitionPart):
     """A rule that distributes samples over clients."""
 
-    clients: Annotated[int, Field(ge=1)] = 5
+    clients: Count = 5
     minimum: Annotated[int, Field(ge=0)] = 0
     """Fewest samples per client; a draw that gives a client fewer is repeated."""
 
@@ -232,7 +234,7 @@ def _concatenated(pieces: Iterable[Iterable[Index]]) -> list[Index]:
 class Dirichlet(Partition):
     """Each class is split over the clients in Dirichlet(α) proportions; every sample once."""
 
-    alpha: Annotated[float, Field(gt=0, le=1e6)] = 0.05
+    alpha: Alpha = 0.05
     """Small: each class goes to few clients. Large: every client gets the same mix."""
 
     def deal(self, pool: Pool, random: Random, mix: Random) -> list[Index]:
@@ -250,7 +252,7 @@ class DirichletOverlap(Partition):
     Kept to reproduce published results; a run that uses it says so.
     """
 
-    alpha: Annotated[float, Field(gt=0, le=1e6)] = 0.05
+    alpha: Alpha = 0.05
 
     def deal(self, pool: Pool, random: Random, mix: Random) -> list[Index]:
         shares = np.stack([_shares(random, self.alpha, self.clients) for _ in range(pool.classes)])
@@ -274,7 +276,7 @@ class Iid(Partition):
 class QuantitySkew(Partition):
     """Every client gets the same mix of classes, but a Dirichlet(α) share of the samples."""
 
-    alpha: Annotated[float, Field(gt=0, le=1e6)] = 0.5
+    alpha: Alpha = 0.5
 
     def deal(self, pool: Pool, random: Random, mix: Random) -> list[Index]:
         counts = _to_counts(random, _shares(random, self.alpha, self.clients), len(pool.labels))
@@ -285,7 +287,7 @@ class QuantitySkew(Partition):
 class Shards(Partition):
     """Every client gets samples of `labels_per_client` classes; the holders of a class share it equally."""
 
-    labels_per_client: Annotated[int, Field(ge=1)] = 2
+    labels_per_client: Count = 2
 
     def deal(self, pool: Pool, random: Random, mix: Random) -> list[Index]:
         classes = pool.classes
@@ -316,7 +318,7 @@ class Shards(Partition):
 class Natural(Partition):
     """Clients as the data has them: samples with the same group id stay together."""
 
-    clients: Annotated[int, Field(ge=1)] | None = None  # type: ignore[assignment]
+    clients: Count | None = None  # type: ignore[assignment]
     """Default: one client per group. With fewer clients than groups, each group goes to the smallest client, the largest group first."""
 
     def num_clients(self, data: Dataset) -> int:
