@@ -172,7 +172,7 @@ RENAMED = {
     "continues": "makes_network",
     "reveals": "discloses",
 }
-"""Attributes of plug-ins written for version 0.1, with what replaces them: otherwise they would be ignored silently."""
+"""What plug-ins written for version 0.1 may declare and what replaces it; it would be ignored silently."""
 
 
 class Slot(Generic[P]):
@@ -260,12 +260,12 @@ def load_plugin(name: str) -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == name.split(".")[0]:
             text = f"local.plugins: no module named '{name}' here; install it, or run from the folder that has it"
         else:
-            text = _import_failure(name, error)
+            text = _broken(name, error)
         raise RecipeError(text) from error
 
 
-def _import_failure(module: str, error: Exception) -> str:
-    """One line about a plug-in whose import fails: file, line and error."""
+def _broken(module: str, error: Exception) -> str:
+    """One line on a plug-in that fails while it is imported: where, and with which error."""
     if isinstance(error, SyntaxError):
         where, reason = f"{error.filename}:{error.lineno}: ", error.msg
     else:
