@@ -81,8 +81,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def through_flower(root: Path, clients: int) -> tuple[float, float]:
     """Seconds of `flwr run`, and of it between the server's first and last line."""
-    link = SuperLink(root / "flower", "127.0.0.1", free_port(), options=("--simulation",)).start()
-    try:
+    with SuperLink(root / "flower", "127.0.0.1", free_port(), options=("--simulation",)) as link:
         config: dict[str, str | float] = {
             "recipe": str(root / "recipe.yaml"), "out": str(root / "theirs"), "poll": 0.1, "farewell": 0.0,
         }  # fmt: skip
@@ -94,8 +93,6 @@ def through_flower(root: Path, clients: int) -> tuple[float, float]:
         took = time.monotonic() - started
         if not (root / "theirs" / "result.json").exists():
             raise SystemExit(child.read_output() + link.child.read_output())
-    finally:
-        link.stop()
     lines = (root / "theirs" / "run.log").read_text().splitlines()
     first, last = (datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f") for line in (lines[0], lines[-1]))
     return took, (last - first).total_seconds()

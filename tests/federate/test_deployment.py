@@ -86,9 +86,8 @@ class Federation:
 
 @pytest.fixture(scope="module")
 def open_link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuperLink]:
-    link = SuperLink(tmp_path_factory.mktemp("link") / "flower", "127.0.0.1", free_port()).start()
-    yield link
-    link.stop()
+    with SuperLink(tmp_path_factory.mktemp("link") / "flower", "127.0.0.1", free_port()) as link:
+        yield link
 
 
 @pytest.fixture
@@ -401,9 +400,6 @@ def test_an_expired_certificate_is_refused_at_both_ends(tmp_path: Path) -> None:
     keys.make(["localhost"], [], days=-1)
     out = str(tmp_path / "out")
     assert "server.crt: expired on" in bad("federate", "server", "demo", "--keys", str(keys.path), "--out", out)
-    link = SuperLink(tmp_path / "flower", "127.0.0.1", free_port(), keys).start()
-    try:
+    with SuperLink(tmp_path / "flower", "127.0.0.1", free_port(), keys) as link:
         words = ["--server", f"localhost:{link.port}", "--keys", str(keys.path), "--set", "share=0"]
         assert "certificate has expired" in bad("federate", "client", *words, cwd=tmp_path)
-    finally:
-        link.stop()

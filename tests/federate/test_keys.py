@@ -43,7 +43,7 @@ def test_keys_fit_together_and_are_made_once(tmp_path: Path) -> None:
 def test_a_site_makes_only_its_own_pair(tmp_path: Path) -> None:
     keys = KeyFolder(tmp_path)
     assert {path.suffix for path in keys.make([], ["b"])} == {".key", ".pub"} and not keys.ca.exists()
-    with pytest.raises(DataError, match=r"ca.crt: not there; make it with oneround federate keys"):
+    with pytest.raises(DataError, match=r"ca.crt: missing; make it with oneround federate keys"):
         keys.check_server()
     with pytest.raises(DataError, match=r"--site ../x: a site's name is letters"):
         keys.make([], ["../x"])
@@ -60,7 +60,7 @@ def test_an_authority_that_is_gone_or_another_is_noticed(tmp_path: Path) -> None
     ):
         keys.check_server()
     keys.ca.unlink()
-    with pytest.raises(DataError, match=r"server.crt: is there, its ca.crt is not; remove it too"):
+    with pytest.raises(DataError, match=r"server.crt: exists, but its ca.crt is missing; remove it too"):
         keys.make(["localhost"], [])
     keys.ca.write_bytes(own)
     keys.check_server()

@@ -33,8 +33,8 @@ def test_a_natural_partition_has_a_site_for_every_group(tmp_path: Path, monkeypa
     recipe = small_recipe(data="npz", local__data_path=path, partition={"kind": "natural"})
     assert recipe.partition.clients is None
     started: list[Path] = []
-    monkeypatch.setattr(launch, "_link", lambda *args: nullcontext())
-    monkeypatch.setattr(launch, "_begin", lambda *args: None)
+    monkeypatch.setattr(launch, "SuperLink", lambda *args: nullcontext())
+    monkeypatch.setattr(launch, "_start_run", lambda *args: None)
     monkeypatch.setattr(launch, "_watch", lambda *args: None)
     monkeypatch.setattr(
         launch, "supernode", lambda server, site_file, *more: started.append(site_file) or MagicMock(Child)

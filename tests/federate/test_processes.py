@@ -13,7 +13,7 @@ from oneround.federate.processes import SuperLink
 
 
 def test_a_port_that_is_taken_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "ENDING", 0.0)
+    monkeypatch.setattr(processes, "PORT_TIMEOUT", 0.0)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

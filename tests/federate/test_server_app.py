@@ -138,7 +138,7 @@ def test_the_server_writes_its_outcome(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_folder_in_which_another_server_is_at_work_is_an_outcome(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oneround.federate.server_app.ENDING", 0.1)
+    monkeypatch.setattr("oneround.federate.server_app.LOCK_TIMEOUT", 0.1)
     with RunFolder(tmp_path / "run").locked(), pytest.raises(RunError, match="another process is running here"):
         serve(InProcess(SHARES), three(), tmp_path / "run", NOW)
     assert "another process is running here" in json.loads((tmp_path / "run" / "outcome.json").read_text())["error"]

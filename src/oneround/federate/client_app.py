@@ -1,8 +1,7 @@
 """The ClientApp: trains once per broadcast (one a round), keeps its upload, and sends it again when asked again.
 
-A new process serves each message, so all state is in the site's folder, in a folder of its own for each broadcast:
-`state.safetensors` during training, `upload.safetensors` after it, `counted.json` once the server has counted the upload. Why a site
-cannot take part is in `refused.json`.
+A new process serves each message, so all state is on disk, in a subfolder of the site's folder for each broadcast: `state.safetensors`
+during training, `upload.safetensors` after it, `counted.json` with the server's verdict. `refused.json` says why a site cannot take part.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,19 +55,19 @@ def train(message: Message, context: Context) -> Message:
 
 @app.query("key")
 def key(message: Message, context: Context) -> Message:
-    """This site's public key for that federation, with which the other sites mask."""
+    """Answer with this site's public key for that federation, from which the other sites derive their masks."""
     site = site_of(context.node_config)
     with _logging(site):
         try:
-            own = key_agreement.public_key(site.folder, fields_of(message).get("run", ""))
-            return _reply(message, site, {"key": own})
+            public_key = key_agreement.public_key(site.folder, fields_of(message).get("run", ""))
+            return _reply(message, site, {"key": public_key})
         except OneroundError as error:
             return _refusal(message, site, error)
 
 
 @app.query("standing")
 def standing(message: Message, context: Context) -> Message:
-    """Answer a ping. Sites answer in order, so an answer without a preceding upload tells the server that its question was lost."""
+    """Answer a ping. Sites reply in order, so an answer without a preceding upload tells the server that its instruction is lost."""
     return _reply(message, site_of(context.node_config))
 
 
@@ -112,7 +111,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _upload(raw: bytes, site: SiteFile) -> bytes:
-    """The packed upload to this broadcast: kept from before, or trained now."""
+    """The packed upload for this broadcast: kept from before, or trained now."""
     from oneround import acts
     from oneround.config.parts import load_plugin
     from oneround.protocol import Broadcast, Upload, blob
@@ -152,7 +151,7 @@ def _upload(raw: bytes, site: SiteFile) -> bytes:
 
 
 def _remove_earlier_rounds(folder: Path, broadcast: Broadcast) -> None:
-    """Note the round of this folder; remove the folders of earlier rounds."""
+    """Write down the round of this folder; remove the folders of earlier rounds."""
     for note in folder.parent.glob("*/round.json"):
         content = json.loads(note.read_text())
         if content["recipe"] == broadcast.digest and content["round"] < broadcast.round:
@@ -161,7 +160,7 @@ def _remove_earlier_rounds(folder: Path, broadcast: Broadcast) -> None:
 
 
 def _images(broadcast: Broadcast, site: SiteFile) -> tuple[Images, Images | None]:
-    """Training and validation images: the site's own images, or in a try-out its share of the recipe's data set."""
+    """Training and validation images: the site's own, or in a test on one machine its share of the recipe's data set."""
     from oneround.data import own_images
 
     recipe = broadcast.recipe
@@ -170,7 +169,7 @@ def _images(broadcast: Broadcast, site: SiteFile) -> tuple[Images, Images | None
             return own_images(site.data, broadcast.class_names, broadcast.shape, site.labels), None
         except DataError as error:
             raise error if isinstance(error, DataMismatch) else OwnData(str(error)) from None
-    data, split = _dealt(recipe.model_dump_json(), site.local.data_path)
+    data, split = _partitioned(recipe.model_dump_json(), site.local.data_path)
     assert site.share is not None
     if site.share >= len(split.clients) or not len(split.clients[site.share]):
         raise DataError(f"share {site.share} of {recipe.partition.label} has no images; this site takes no part")
@@ -179,8 +178,8 @@ def _images(broadcast: Broadcast, site: SiteFile) -> tuple[Images, Images | None
 
 
 @lru_cache(maxsize=1)
-def _dealt(recipe: str, path: Path | None) -> tuple[Dataset, Split]:
-    """The recipe's data set, dealt out; once in a process that serves many sites, as in Flower's simulation."""
+def _partitioned(recipe: str, path: Path | None) -> tuple[Dataset, Split]:
+    """The recipe's data set and its split; computed once in a process that serves many sites, as in Flower's simulation."""
     from oneround.config.load import parse_federated
     from oneround.data import load_dataset
     from oneround.server.plan import deal
@@ -197,12 +196,9 @@ def _log_event(event: dict[str, Any]) -> None:
         log.warning(event["text"])
 
 
-@contextmanager
-def _logging(site: SiteFile) -> Iterator[None]:
-    """Log to `site.log` in the site's folder within the context."""
+def _logging(site: SiteFile) -> AbstractContextManager[None]:
+    """A context that logs to `site.log` in the site's folder."""
     if site.folder is None:
-        yield
-        return
+        return nullcontext()
     site.folder.mkdir(parents=True, exist_ok=True)
-    with logging_to(site.folder / "site.log"):
-        yield
+    return logging_to(site.folder / "site.log")

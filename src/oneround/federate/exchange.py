@@ -1,9 +1,9 @@
-"""One question to every site and its answer, however long that takes and whatever happens to the sites meanwhile.
+"""One instruction to every site and its reply, however long that takes, even if sites fail or disconnect in between.
 
-It pushes and pulls messages itself. A reply is pulled alone and only once all of it is at the SuperLink, so one upload at a time
-is in memory. Nothing waits for the slowest site, nor for one that announced a reply and never sent it. Flower delivers a question
-once: a site killed after taking it never answers. So a silent site is asked for a sign of life. Sites answer in order: a sign of life
-without an answer before it means that the question is lost, and it is pushed again.
+Messages are pushed and pulled here, not by a Flower strategy. A reply is pulled alone and only once all of it is at the SuperLink, so one
+upload at a time is in memory. Nothing waits for the slowest site, nor for one that announced a reply and never sent it. Flower delivers an
+instruction once: a site killed after taking it never replies. So a silent site is pinged. Sites reply in order: a reply to the ping without
+one to the instruction means that the instruction is lost, and it is pushed again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from oneround.federate.messages import STANDING, fields_of, pack_message
 
 log = logging.getLogger("oneround")
 
-MONTH = 30 * 24 * 3600.0  # how long a message is valid; the recipe's deadline ends the waiting
-TRIES = 3  # how often a site whose process dies is asked
+MONTH = 30 * 24 * 3600.0  # seconds that a message is valid; the recipe's deadline ends the waiting
+MAX_TRIES = 3  # how often a site whose process dies gets the instruction
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Pace:
     poll: float = 0.5
     """Polling interval."""
     patience: float = 30.0
-    """Silence after which a site is pinged, to learn whether its question was lost."""
+    """Silence after which a site is pinged, to learn whether its instruction is lost."""
     farewell: float = 20.0
     """Longest wait at the end for sites to confirm that they received the verdict."""
 
@@ -55,7 +55,7 @@ class NotYetSent(Exception):
 
 
 @dataclass
-class Announced:
+class AnnouncedReply:
     """A reply that the SuperLink has announced, of which parts may still be missing."""
 
     message: str
@@ -63,24 +63,24 @@ class Announced:
     parts: list[str]
     """Ids of its objects, in the order in which a site sends them."""
     missing: str
-    """The part to look for first."""
+    """The part to pull first."""
 
 
 class ReplyPuller:
     """Pulls a reply when all of it has arrived, and never waits for the rest of one.
 
-    `HttpGrid.pull_messages` asks for an announced object again and again, until the SuperLink gives its sender up after 180 s. Here
-    a look at a missing part is one short request. A reply whose sender is given up becomes an error, as there. Parts are pulled one
-    by one in the calling thread: Flower interrupts it when the SuperLink is gone, and a thread that waits for others does not notice.
+    `HttpGrid.pull_messages` polls for an announced object until the SuperLink gives its sender up after 180 s. Here a poll for a missing
+    part is one short request. A reply whose sender is given up becomes an error, as there. Parts are pulled one by one in the calling
+    thread: Flower interrupts it when the SuperLink is gone, and a thread that waits for other threads does not notice.
     """
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
-        self.announced: dict[str, Announced] = {}
+        self.announced: dict[str, AnnouncedReply] = {}
         """By the id of the message that is replied to."""
 
     def pull(self, message: str) -> Message | Error | None:
-        """The reply to this message, the error it carries, or None until all of it is there."""
+        """The reply to this message or the error it carries; None until all of it has arrived."""
         if isinstance(self.grid, HttpGrid):
             reply = self._pull_if_whole(self.grid, message)
         else:
@@ -92,26 +92,27 @@ class ReplyPuller:
         self.announced.pop(message, None)
 
     def _pull_if_whole(self, grid: HttpGrid, message: str) -> Message | Error | None:
-        reply = self.announced.pop(message, None) or self._announced(grid, message)
+        reply = self.announced.pop(message, None) or self._find_announced(grid, message)
         if reply is None:
             return None
         try:
-            return self._pulled(grid, reply)
+            return self._pull_parts(grid, reply)
         except NotYetSent:
             self.announced[message] = reply
             return None
         except ObjectPullError as error:
             return Error(ErrorCode.MESSAGE_UNAVAILABLE, f"announced a reply and did not send it all; {error}")
 
-    def _announced(self, grid: HttpGrid, message: str) -> Announced | None:
-        """Ids of the reply and of its parts, which the SuperLink hands out once."""
+    def _find_announced(self, grid: HttpGrid, message: str) -> AnnouncedReply | None:
+        """Ids of the reply and of its parts, which the SuperLink gives out once."""
         response = grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=[message]))
         for proto, tree in zip(response.messages_list, response.message_object_trees, strict=True):
             parts = [part.object_id for part in iterate_object_tree(tree)]
-            return Announced(proto.metadata.message_id, parts, missing=parts[-1])
+            return AnnouncedReply(proto.metadata.message_id, parts, missing=parts[-1])
         return None
 
-    def _pulled(self, grid: HttpGrid, reply: Announced) -> Message:
+    def _pull_parts(self, grid: HttpGrid, reply: AnnouncedReply) -> Message:
+        """The whole reply; NotYetSent while a part of it is missing."""
         assert grid._run is not None
         client, run_id = grid._runtime_client, grid._run.run_id
         fetch = make_pull_object_fn_protobuf(client.PullObject, grid.node, run_id)
@@ -123,7 +124,7 @@ class ReplyPuller:
                 reply.missing = part
                 raise NotYetSent from None
 
-        pull_part(reply.missing)  # the last one sent: while it is not there, nothing else is fetched
+        pull_part(reply.missing)  # the last one sent: as long as it is missing, nothing else is pulled
         contents = {part: pull_part(part) for part in reply.parts}
         client.ConfirmMessageReceived(
             ConfirmMessageReceivedRequest(node=grid.node, run_id=run_id, message_object_id=reply.message)
@@ -136,147 +137,148 @@ class ReplyPuller:
 
 
 @dataclass
-class PendingReply:
-    """The state of one site's answer."""
+class SiteStatus:
+    """What the server has sent to one site and waits for."""
 
     message: str = ""
-    """Id of the message whose answer is awaited; none if it has answered."""
-    since: float = 0.0
-    sign: str = ""
-    """Id of the question for a sign of life behind it."""
+    """Id of the instruction whose reply is pending; empty if none is."""
+    sent_at: float = 0.0
+    ping: str = ""
+    """Id of the ping sent after it."""
     tries: int = 0
 
 
 class Exchange(ABC):
-    """Asks sites and takes their answers; each kind of exchange defines which sites it asks, what, and how it takes an answer."""
+    """Sends sites an instruction and handles their replies; each kind of exchange defines which sites, what, and how."""
 
     kind: ClassVar[str]
-    """Type of the message that asks."""
+    """Message type of the instruction."""
 
     def __init__(self, grid: Grid, pace: Pace) -> None:
         self.grid, self.pace, self.replies = grid, pace, ReplyPuller(grid)
-        self.pending: dict[int, PendingReply] = {}
+        self.sites: dict[int, SiteStatus] = {}
+        """By node, those that are or were connected."""
         self.names: dict[int, str] = {}
         """Node → the site its key is registered for."""
         self.closing = False
-        """Whether the exchange is done and nobody is asked again."""
+        """Whether the exchange is done and nothing is sent again."""
 
     @abstractmethod
     def done(self) -> bool:
         """Whether to stop waiting."""
 
     @abstractmethod
-    def greet(self, node: int, name: str) -> None:
-        """Called when a site connects: send it the question unless it has answered. `name` is empty where keys are not registered."""
+    def on_connect(self, node: int, name: str) -> None:
+        """Called when a site connects: instruct it unless it has replied. `name` is empty where keys are not registered."""
 
     @abstractmethod
-    def question(self) -> RecordDict:
-        """Content of the message that asks."""
+    def instruction(self) -> RecordDict:
+        """Content of the instruction."""
 
     @abstractmethod
-    def take(self, node: int, fields: dict[str, str], answer: Message) -> None:
-        """Handle a site's answer and its fields; failures and refusals do not get here."""
+    def on_reply(self, node: int, fields: dict[str, str], reply: Message) -> None:
+        """Handle a site's reply and its fields; errors and refusals are handled before."""
 
-    def meanwhile(self) -> None:  # noqa: B027 — not every exchange has something to do
-        """Hook: called once per polling interval."""
+    def on_poll(self) -> None:  # noqa: B027 — not every exchange has something to do
+        """Called once per polling interval."""
 
     def run(self) -> None:
-        """Ask and take answers until the exchange is done; answers that have arrived since the last look count too."""
+        """Instruct sites and handle replies until the exchange is done; replies that have arrived since the last poll count too."""
         while not self.done():
-            self._welcome()
-            self._look(self._listen)
-            self.meanwhile()
+            self._check_connections()
+            self._poll_sites(self._poll_site)
+            self.on_poll()
             time.sleep(self.pace.poll)
         self.closing = True
-        self._look(self._heard)
+        self._poll_sites(self._receive)
 
-    def _look(self, listen: Callable[[int, PendingReply], object]) -> None:
-        """Poll every site; an exception caused by one site's messages does not stop the others."""
-        for node, pending in list(self.pending.items()):
+    def _poll_sites(self, poll: Callable[[int, SiteStatus], object]) -> None:
+        """Call `poll` for every site; an exception caused by one site's messages does not stop the others."""
+        for node, site in list(self.sites.items()):
             try:
-                listen(node, pending)
+                poll(node, site)
             except OneroundError:
                 raise
             except Exception as error:
-                self._lost(node, pending, f"sent a reply that could not be read ({printable(str(error))})")
+                self._on_failure(node, site, f"sent a reply that could not be read ({printable(str(error))})")
 
-    def ask(self, node: int) -> None:
-        pending = self.pending[node]
-        self.replies.drop(pending.message)
-        self.replies.drop(pending.sign)
-        pending.message, pending.sign, pending.since, pending.tries = "", "", time.monotonic(), pending.tries + 1
+    def instruct(self, node: int) -> None:
+        """Send the instruction; a pending reply to an earlier one is ignored."""
+        site = self.sites[node]
+        self.replies.drop(site.message)
+        self.replies.drop(site.ping)
+        site.message, site.ping, site.sent_at, site.tries = "", "", time.monotonic(), site.tries + 1
         try:
-            pending.message = self.push(node, self.kind, self.question())
+            site.message = self.push(node, self.kind, self.instruction())
         except Exception as error:  # a site that confirms before it has everything makes Flower fail
-            self._lost(node, pending, f"could not be asked ({printable(str(error))})")
+            self._on_failure(node, site, f"could not be asked ({printable(str(error))})")
 
     def push(self, node: int, kind: str, content: RecordDict) -> str:
         (sent,) = self.grid.push_messages([Message(content, node, kind, ttl=MONTH)])
         return str(sent or "")
 
     def pull(self, message: str) -> Message | Error | None:
-        """The reply to this message if all of it is here, or its error. Never waits."""
+        """The reply to this message or its error; None until all of it has arrived, and without a message. Never waits."""
         return self.replies.pull(message) if message else None
 
     def sender(self, node: int) -> str:
         return self.names.get(node) or f"node {node}"
 
-    def _welcome(self) -> None:
-        """Handle sites that have connected or reconnected: ask them (again), or send the verdict again."""
+    def _check_connections(self) -> None:
+        """Call `on_connect` for sites that have connected or reconnected; forget those that replied and left."""
         nodes = list(self.grid.get_nodes())
-        present = {info.node_id for info in nodes}
-        for node in [node for node, pending in self.pending.items() if not pending.message and node not in present]:
-            del self.pending[node]
+        connected = {info.node_id for info in nodes}
+        for node in [node for node, site in self.sites.items() if not site.message and node not in connected]:
+            del self.sites[node]
         for info in nodes:
             self.names[info.node_id] = info.name
-            if info.node_id not in self.pending:
-                self.pending[info.node_id] = PendingReply()
-                self.greet(info.node_id, info.name)
+            if info.node_id not in self.sites:
+                self.sites[info.node_id] = SiteStatus()
+                self.on_connect(info.node_id, info.name)
 
-    def _listen(self, node: int, pending: PendingReply) -> None:
-        """Take the site's answer if it is here; ask a site that has been silent for long for a sign of life."""
-        if self._heard(node, pending):
+    def _poll_site(self, node: int, site: SiteStatus) -> None:
+        """Handle the site's reply if it has arrived; ping a site that has been silent for long."""
+        if self._receive(node, site):
             return
-        if not pending.message or time.monotonic() - pending.since < self.pace.patience:
+        if not site.message or time.monotonic() - site.sent_at < self.pace.patience:
             return
-        if not pending.sign:
-            pending.sign = self.push(node, STANDING, pack_message({}))
+        if not site.ping:
+            site.ping = self.push(node, STANDING, pack_message({}))
             return
-        sign = self.pull(pending.sign)
-        if sign is not None and not self._heard(node, pending):  # it answers in order: what came before is here too
-            pending.sign = ""
-            gone = isinstance(sign, Error)
-            self._lost(node, pending, "is not reachable" if gone else "has lost its instruction", gone)
+        answer = self.pull(site.ping)
+        if answer is not None and not self._receive(node, site):  # it replies in order: an earlier reply is here too
+            site.ping = ""
+            gone = isinstance(answer, Error)
+            self._on_failure(node, site, "is not reachable" if gone else "has lost its instruction", gone)
 
-    def _heard(self, node: int, pending: PendingReply) -> bool:
-        """Take the site's answer; False if it is not here."""
-        answer = self.pull(pending.message)
-        if answer is None:
+    def _receive(self, node: int, site: SiteStatus) -> bool:
+        """Handle the site's reply; False if it has not arrived."""
+        reply = self.pull(site.message)
+        if reply is None:
             return False
-        pending.message = ""
-        if isinstance(answer, Error):
-            away = answer.code == ErrorCode.NODE_UNAVAILABLE
-            self._lost(node, pending, "went away" if away else f"failed ({printable(str(answer.reason))})", away)
-        elif refused := fields_of(answer).get("refused"):
+        site.message = ""
+        if isinstance(reply, Error):
+            gone = reply.code == ErrorCode.NODE_UNAVAILABLE
+            self._on_failure(node, site, "went away" if gone else f"failed ({printable(str(reply.reason))})", gone)
+        elif refused := fields_of(reply).get("refused"):
             log.warning("%s; it is asked again when it comes back", printable(refused, 500))
         else:
-            self.take(node, fields_of(answer), answer)
+            self.on_reply(node, fields_of(reply), reply)
         return True
 
-    def _lost(self, node: int, pending: PendingReply, why: str, gone: bool = False) -> None:
-        """Ask again: at once, or, if the site is gone, when it is back; not at all once the exchange is done."""
+    def _on_failure(self, node: int, site: SiteStatus, reason: str, gone: bool = False) -> None:
+        """Instruct it again: at once, or, if the site is gone, when it is back; not at all once the exchange is done."""
         sender = self.sender(node)
         if self.closing:
-            log.warning("%s %s", sender, why)
+            log.warning("%s %s", sender, reason)
         elif gone:
-            log.warning("%s %s; it is asked again when it is back", sender, why)
-            self.replies.drop(pending.message)
-            del self.pending[node]
-        elif pending.tries < TRIES:
-            log.warning("%s %s; asked again", sender, why)
-            self.ask(node)
+            log.warning("%s %s; it is asked again when it is back", sender, reason)
+            self.replies.drop(site.message)
+            del self.sites[node]
+        elif site.tries < MAX_TRIES:
+            log.warning("%s %s; asked again", sender, reason)
+            self.instruct(node)
         else:
-            log.warning(
-                "%s %s; no answer after %d attempts, asked again when it reconnects", sender, why, pending.tries
-            )
-            pending.message = ""
+            tries = site.tries
+            log.warning("%s %s; no answer after %d attempts, asked again when it reconnects", sender, reason, tries)
+            site.message = ""

@@ -1,4 +1,4 @@
-"""The server's intake: an upload is checked, written to disk, and only then counted. Nothing here depends on the transport."""
+"""The server's intake: an upload is checked, written to disk, and only then counted. Nothing here knows Flower."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Verdict:
 
 
 class UploadIntake:
-    """Uploads to one broadcast at a time: which are expected, which are here, and whether to wait on."""
+    """The uploads of one round: which are expected, which have arrived, and whether to go on waiting."""
 
     def __init__(self, plan: Plan, folder: RunFolder) -> None:
         self.plan, self.folder, self.recipe = plan, folder, plan.recipe
         self.late = folder.result.exists()
-        """Whether the model is made already: later uploads are kept for `oneround fuse`."""
+        """Whether the model has been made before: later uploads are kept for `oneround fuse`."""
         self.unusable: dict[str, str] = {}
-        """Uploads that were counted and could not be fused: digest of the content → client."""
+        """Uploads that were counted but cannot be fused: digest of the content → client."""
         self.begin_round(Broadcast.read(folder.broadcast))
 
     def begin_round(self, broadcast: Broadcast) -> None:
-        """Take uploads to this broadcast from now on; the recipe's deadline starts over."""
+        """Accept uploads for this broadcast from now on; the recipe's deadline starts again."""
         self.started = time.monotonic()
         self.broadcast = broadcast
         self.sent = self.folder.broadcast.read_bytes()
@@ -48,19 +48,19 @@ class UploadIntake:
         """Counted uploads: client → digest of the content."""
 
     def _received(self) -> dict[str, str]:
-        """Uploads that are on disk already; damaged ones go to quarantine."""
+        """Uploads that are on disk from an earlier start; damaged ones go to quarantine."""
         received = {}
         for path in sorted((self.folder.path / "uploads").glob("*.safetensors")):
             try:
                 received[path.stem] = Upload.read(path, self.broadcast, self.statistics).content
-            except Exception as error:  # whatever a damaged file does to the libraries that read it
+            except Exception as error:  # libraries may raise anything on a damaged file
                 log.warning("%s; moved to quarantine, it is asked for again", in_one_line(error))
                 path.rename(self.folder.quarantine(path.stem))
         if received:
             log.info("%d uploads are here already: %s", len(received), ", ".join(received))
         return received
 
-    # --- taking uploads --------------------------------------------------------------------------------------------------
+    # --- checking and writing uploads ------------------------------------------------------------------------------------
 
     def take(self, raw: bytes, sender: str, name: str = "") -> Verdict:
         """Check an upload, write it durably, count it. `name`: the site the sender's key is registered for, if that is known."""
@@ -80,7 +80,7 @@ class UploadIntake:
                 raise refused(
                     sender, f"another upload of {client} is counted already; give every site a name of its own"
                 )
-        except Exception as error:  # whatever a hostile file does to the libraries that read it
+        except Exception as error:  # libraries may raise anything on a hostile file
             reason = in_one_line(error)
             if not isinstance(error, ProtocolError):
                 reason = f"{sender}: refused, it cannot be used ({reason})"
@@ -110,7 +110,7 @@ class UploadIntake:
 
     @property
     def participants(self) -> list[str]:
-        """The sites of this round: those that mask together, or those drawn; empty where whoever comes takes part."""
+        """The sites of this round: those on the roster, or those drawn; empty if every site that connects takes part."""
         if self.broadcast.roster:
             return sorted(self.broadcast.roster)
         return self.plan.participants(self.broadcast.round) if self.recipe.participation.fraction < 1 else []
@@ -130,7 +130,7 @@ class UploadIntake:
 
     @property
     def waited(self) -> float:
-        """Seconds since the broadcast began to go out."""
+        """Seconds since the round began."""
         return time.monotonic() - self.started
 
     @property
@@ -143,12 +143,12 @@ class UploadIntake:
         return not self.participants or name in self.participants or name not in self.plan.clients
 
     def done(self) -> bool:
-        """Whether to stop waiting: all are here; or the deadline has passed; or, without one, the quorum is here."""
+        """Whether to stop waiting: all uploads have arrived; or the deadline has passed; or, without one, the quorum is reached."""
         count, quorum_ends = len(self.received), self.recipe.deadline is None and not self.late
         return count >= self.expected or self.overdue or (quorum_ends and count >= self.quorum)
 
     def check_quorum(self) -> None:
-        """Log how many uploads are fused; refuse to fuse too few."""
+        """Log how many uploads are fused; RunError if they are fewer than the quorum."""
         count, deadline = len(self.received), self.recipe.deadline
         if count < self.expected:
             passed = f"the deadline of {duration(deadline)} passed" if deadline else "the quorum is here"
@@ -169,7 +169,7 @@ class UploadIntake:
     # --- traffic ---------------------------------------------------------------------------------------------------------
 
     def count_traffic(self) -> None:
-        """Write the bytes down to and up from every site in this round to disk, since a server may be started again."""
+        """Write this round's bytes down to and up from every site to disk, so that they survive a restart of the server."""
         rounds = self._traffic() if self.broadcast.round > 1 else {}
         rounds[str(self.broadcast.round)] = {
             name: [len(self.sent), self.folder.upload(name).stat().st_size] for name in sorted(self.received)

@@ -1,4 +1,4 @@
-"""Who may take part: a certificate authority, the server's certificate, and a key pair for every site."""
+"""Who may take part: a certificate authority (CA), the server's certificate, and a key pair for every site."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class KeyFolder:
         return sorted(file.stem for file in (self.path / "sites").glob("*.pub"))
 
     def make(self, hosts: Sequence[str], sites: Sequence[str], days: float = 825) -> list[Path]:
-        """Make what is missing: an authority and a certificate for these hosts, and a key pair for every site named.
+        """Make what is missing: a CA and a certificate for these hosts, and a key pair for every site named. Returns the new files.
 
         Existing files stay as they are. A site that makes its own pair need not show its private key to anybody.
         """
@@ -65,12 +65,12 @@ class KeyFolder:
         if hosts and self.certificate.exists():
             if not self.ca.exists():
                 raise DataError(
-                    f"{self.certificate}: is there, its {self.ca.name} is not; remove it too, then both are made again"
+                    f"{self.certificate}: exists, but its {self.ca.name} is missing; remove it too, then both are made again"
                 )
             self._check_hosts(hosts)
         written: list[Path] = []
         if hosts and not self.ca.exists():
-            written += self._make_authority(days)
+            written += self._make_ca(days)
         if hosts and not self.certificate.exists():
             written += self._make_certificate(hosts, days)
         for site in sites:
@@ -89,7 +89,7 @@ class KeyFolder:
                 f"remove it, or make keys in another folder"
             )
 
-    def _make_authority(self, days: float) -> list[Path]:
+    def _make_ca(self, days: float) -> list[Path]:
         key, name = ec.generate_private_key(CURVE), _name("oneround federation")
         usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
         certificate = (
@@ -115,7 +115,7 @@ class KeyFolder:
         return _write_certificate(certificate, self.certificate, key, self.key)
 
     def _make_pair(self, site: str) -> list[Path]:
-        """In the form of ssh-keygen, which Flower reads."""
+        """A key pair in OpenSSH's format, which Flower reads."""
         key = ec.generate_private_key(CURVE)
         private, public = self.private(site), self.public(site)
         raw = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
@@ -128,18 +128,18 @@ class KeyFolder:
         for file in (self.ca, self.certificate, self.key):
             if not file.is_file():
                 raise DataError(
-                    f"{file}: not there; make it with oneround federate keys {self.path} --host THIS-MACHINE --site NAME"
+                    f"{file}: missing; make it with oneround federate keys {self.path} --host THIS-MACHINE --site NAME"
                 )
-        again = f"make new ones with oneround federate keys {self.path} --host NAME"
-        every = ", ".join(file.name for file in (self.ca, self.ca_key, self.certificate, self.key))
-        check_dates(self.ca, f"remove {every} and {again}, and give every site the new {self.ca.name}")
-        check_dates(self.certificate, f"remove it and {again}")
+        remake = f"make new ones with oneround federate keys {self.path} --host NAME"
+        all_files = ", ".join(file.name for file in (self.ca, self.ca_key, self.certificate, self.key))
+        check_dates(self.ca, f"remove {all_files} and {remake}, and give every site the new {self.ca.name}")
+        check_dates(self.certificate, f"remove it and {remake}")
         try:
             _read_certificate(self.certificate).verify_directly_issued_by(_read_certificate(self.ca))
         except (ValueError, TypeError, InvalidSignature):
             raise DataError(
                 f"{self.certificate}: not made with {self.ca.name}, sites would refuse it; "
-                f"remove {self.certificate.name} and {self.key.name} and {again}"
+                f"remove {self.certificate.name} and {self.key.name} and {remake}"
             ) from None
         if not self.sites:
             raise DataError(
@@ -159,10 +159,10 @@ def check_dates(file: Path, fix: str) -> None:
         raise DataError(f"{file}: {state}; {fix}")
 
 
-def check_server_at(address: str, authority: Path) -> str:
+def check_server_at(address: str, ca: Path) -> str:
     """TLS handshake with the server: '' on success, else why it cannot be reached yet; DataError if its certificate is refused."""
     try:
-        _shake_hands(address, ssl.create_default_context(cafile=str(authority)))
+        _shake_hands(address, ssl.create_default_context(cafile=str(ca)))
     except ssl.SSLCertVerificationError as error:
         raise DataError(
             f"{address}: its certificate is refused, {error.verify_message}; ask the server's operator"
@@ -177,7 +177,7 @@ def check_server_at(address: str, authority: Path) -> str:
 
 
 def speaks_tls(address: str) -> bool:
-    """Whether a server answers there and encrypts; its certificate is not checked."""
+    """Whether a TLS server answers at this address; its certificate is not checked."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
@@ -220,7 +220,7 @@ def _alternative(host: str) -> x509.GeneralName:
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: float
 ) -> x509.CertificateBuilder:
-    """A certificate dated from yesterday, so that clocks may differ."""
+    """A certificate that is valid from yesterday, so that clocks may differ."""
     now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()

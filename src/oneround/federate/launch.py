@@ -1,12 +1,12 @@
-"""Launches a server, a site or a whole local federation, prints its log and ends the processes that it starts."""
+"""Launches a server, a site or a whole local federation, prints its log and stops the processes that it starts."""
 
 from __future__ import annotations
 
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import yaml
@@ -19,10 +19,10 @@ from oneround.federate.sites import OUTCOME, REFUSED, SiteFile
 from oneround.formatting import duration
 
 PrintLine = Callable[[str], None]
-RECONNECT_PATIENCE = 90.0  # seconds; Flower keeps the connection of a killed site open for a minute
-SILENCE = 60.0  # seconds after which a site reports that it waits
-SENDING = 20.0  # seconds that a site's last replies may take
-LET_IN = "SuperNode ID"  # printed by a SuperNode when the server has accepted its key
+RECONNECT_TIMEOUT = 90.0  # seconds; Flower keeps the connection of a killed site open for a minute
+SILENCE = 60.0  # seconds without a message after which a site says that it still waits
+REPLY_TIMEOUT = 20.0  # seconds that a site's last replies may take
+ACCEPTED = "SuperNode ID"  # printed by a SuperNode when the server has accepted its key
 
 
 def run_server(
@@ -35,16 +35,16 @@ def run_server(
         raise DataError(
             f"--insecure with --host {host}: only on this machine (127.0.0.1); for others make keys with oneround federate keys"
         )
-    with _link(folder, host, port, keys) as link:
+    with SuperLink(folder / "flower", host, port, keys) as link:
         if keys:
             link.register(keys.sites)
-        guard = (
+        security = (
             f"encrypted, for the keys of {', '.join(keys.sites)}"
             if keys
             else "INSECURE: not encrypted, no keys asked for"
         )
-        print_line(f"listening on {host}:{port}, {guard}")
-        _watch(_begin(link, recipe, folder), folder, print_line)
+        print_line(f"listening on {host}:{port}, {security}")
+        _watch(_start_run(link, recipe, folder), folder, print_line)
 
 
 def run_local(recipe: Recipe, folder: Path, print_line: PrintLine) -> None:
@@ -52,7 +52,7 @@ def run_local(recipe: Recipe, folder: Path, print_line: PrintLine) -> None:
     from oneround.runs.folder import client_name
 
     count, port = num_sites(recipe), free_port()
-    with _link(folder, "127.0.0.1", port, None) as link, ExitStack() as stack:
+    with SuperLink(folder / "flower", "127.0.0.1", port) as link, ExitStack() as stack:
         for number in range(count):
             name = client_name(number, count)
             site = SiteFile(name=name, share=number, folder=(folder / "sites" / name).resolve(), local=recipe.local)
@@ -60,11 +60,11 @@ def run_local(recipe: Recipe, folder: Path, print_line: PrintLine) -> None:
         print_line(
             f"{count} sites and a server on this machine, port {port}; not encrypted, it never leaves the machine"
         )
-        _watch(_begin(link, recipe, folder), folder, print_line)
+        _watch(_start_run(link, recipe, folder), folder, print_line)
 
 
 def num_sites(recipe: Recipe) -> int:
-    """The number of clients of the recipe's partition; where it does not say, the number of groups in the data."""
+    """The number of clients of the recipe's partition; if it has none, the number of groups in the data."""
     from oneround.data import load_dataset, partitions
 
     partition = partitions.of(recipe.partition)
@@ -82,7 +82,7 @@ def run_client(site: SiteFile, server: str, keys: KeyFolder | None, print_line: 
     _check_admission(server, credentials, print_line)
     node = supernode(server, write_site(site), credentials)
     refusal, log, before = site.folder / REFUSED, Tail(site.folder / "site.log"), _verdicts(site.folder)
-    started = heard = time.monotonic()
+    started = waiting_since = time.monotonic()
     node.start()
     print_line(f"{site.name}: connecting to {server}")
     try:
@@ -90,10 +90,10 @@ def run_client(site: SiteFile, server: str, keys: KeyFolder | None, print_line: 
             refused, verdicts = refusal.exists(), _verdicts(site.folder) - before
             if log.show(
                 print_line
-            ):  # after a look for the files that end the command: what led to them was logged first
-                heard = 0.0
+            ):  # after the check for the files that end the command: what led to them is in the log
+                waiting_since = 0.0
             if refused or verdicts:
-                _finish_replies(node)  # so that the server hears of it too
+                _finish_replies(node)  # so that the server receives them
                 if refused:
                     raise RunError(json.loads(refusal.read_text(encoding="utf-8"))["error"])
                 for path, _ in verdicts:
@@ -103,14 +103,14 @@ def run_client(site: SiteFile, server: str, keys: KeyFolder | None, print_line: 
                 return
             if node.ended:
                 _restart(node, site, time.monotonic() - started, print_line)
-            if heard and time.monotonic() - heard > SILENCE:
+            if waiting_since and time.monotonic() - waiting_since > SILENCE:
                 print_line(
                     f"{site.name}: no message from the server for {duration(SILENCE)}; still waiting (is its run over?)"
                 )
-                heard = 0.0
+                waiting_since = 0.0
             time.sleep(0.5)
     except KeyboardInterrupt:
-        raise Interrupted("interrupted; the same command goes on where it was") from None
+        raise Interrupted("interrupted; the same command resumes") from None
     finally:
         node.stop()
 
@@ -126,7 +126,7 @@ def write_site(site: SiteFile) -> Path:
 
 
 class Tail:
-    """New entries of a log, without the time they begin with."""
+    """New entries of a log, without their time stamps."""
 
     STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:,\d+)? ([A-Z]+) ", re.MULTILINE)
 
@@ -135,7 +135,7 @@ class Tail:
         self.at = path.stat().st_size if path.exists() else 0
 
     def show(self, print_line: PrintLine) -> bool:
-        """Print the new entries, but no errors, which are raised; returns whether there are any."""
+        """Print the new entries except errors, which the caller raises; returns whether there are new entries."""
         entries = self.entries()
         for level, text in entries:
             if level != "ERROR":
@@ -144,9 +144,9 @@ class Tail:
         return bool(entries)
 
     def entries(self) -> list[tuple[str, str]]:
-        """Level and text of the new entries; a line without a time of its own belongs to the entry before it.
+        """Level and text of the new entries. A line without a time stamp belongs to the entry before it.
 
-        The level is empty where there is none before it, as in a log that another program wrote.
+        The level is empty where there is no such entry, as in a log that another program wrote.
         """
         if not self.path.exists():
             return []
@@ -160,16 +160,7 @@ class Tail:
         return [(level, text.removesuffix("\n")) for level, text in entries if text]
 
 
-@contextmanager
-def _link(folder: Path, host: str, port: int, keys: KeyFolder | None) -> Iterator[SuperLink]:
-    link = SuperLink(folder / "flower", host, port, keys).start()
-    try:
-        yield link
-    finally:
-        link.stop()
-
-
-def _begin(link: SuperLink, recipe: Recipe, folder: Path) -> Child:
+def _start_run(link: SuperLink, recipe: Recipe, folder: Path) -> Child:
     recipe_file = folder / "flower" / "asked.yaml"
     recipe_file.write_text(recipe.to_yaml(), encoding="utf-8")
     (folder / OUTCOME).unlink(missing_ok=True)  # of an earlier start
@@ -179,7 +170,7 @@ def _begin(link: SuperLink, recipe: Recipe, folder: Path) -> Child:
 
 def _watch(run: Child, folder: Path, print_line: PrintLine) -> None:
     """Show the server's log until the run ends. How it ended is in `outcome.json`, which the ServerApp writes last."""
-    log, again = Tail(folder / "run.log"), f"the same command with --out {folder}"
+    log, resumption = Tail(folder / "run.log"), f"continue with the same command and --out {folder}"
     try:
         while True:
             ended = run.ended
@@ -188,18 +179,18 @@ def _watch(run: Child, folder: Path, print_line: PrintLine) -> None:
                 break
             time.sleep(0.3)
     except KeyboardInterrupt:
-        raise Interrupted(f"interrupted; uploads are kept, continue with {again}") from None
+        raise Interrupted(f"interrupted; uploads are kept, {resumption}") from None
     finally:
         run.stop()
     outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8")) if (folder / OUTCOME).exists() else {}
     if "error" in outcome:
         raise RunError(outcome["error"])
     if not outcome.get("ok"):
-        raise RunError(f"the server's process ended without a result; {run.output} says more; continue with {again}")
+        raise RunError(f"the server's process ended without a result; {run.output} says more; {resumption}")
 
 
 def _check_admission(server: str, credentials: tuple[Path, Path] | None, print_line: PrintLine) -> None:
-    """Refuse an address or credentials with which the server would not let this site in."""
+    """Refuse an address or credentials that the server would not accept."""
     host, colon, port = server.rpartition(":")
     if not colon or not port.isdigit() or not 0 < int(port) < 65536:
         raise DataError(f"--server {server}: write it as HOST:PORT, the port from 1 to 65535")
@@ -213,22 +204,21 @@ def _check_admission(server: str, credentials: tuple[Path, Path] | None, print_l
         return
     for file, description in zip(credentials, ("the server's ca.crt", "the site's private key"), strict=True):
         if not file.is_file():
-            raise DataError(f"{file}: not there; it is {description}")
+            raise DataError(f"{file}: no such file; it is {description}")
     authority, _ = credentials
     check_dates(authority, "ask the server's operator for the present ca.crt")
-    message = check_server_at(server, authority)
-    if message:
+    if message := check_server_at(server, authority):
         print_line(message)
 
 
 def _verdicts(folder: Path) -> set[tuple[Path, int]]:
-    """The server's verdicts so far, with their times."""
+    """The files of the server's verdicts so far, with their modification times."""
     return {(path, path.stat().st_mtime_ns) for path in folder.glob("*/counted.json")}
 
 
 def _finish_replies(node: Child) -> None:
-    """Wait until the SuperNode has sent all its replies: the server goes on looking for one that is announced and never sent."""
-    until = time.monotonic() + SENDING
+    """Wait until the SuperNode has sent all its replies: the server keeps polling for one that is announced and never sent."""
+    until = time.monotonic() + REPLY_TIMEOUT
     while not node.ended and not replies_sent(node.read_output()) and time.monotonic() < until:
         time.sleep(0.1)
 
@@ -241,19 +231,19 @@ def replies_sent(output: str) -> bool:
 
 
 def _restart(node: Child, site: SiteFile, seconds: float, print_line: PrintLine) -> None:
-    """Start a SuperNode again that the server refused because it still holds the connection of a killed one; else raise why it ended.
+    """Restart a SuperNode that the server refused because it still holds the connection of a killed one; else raise why it ended.
 
-    Flower refuses an unknown key with the same words; a site that was let in from this folder before has a known key.
+    Flower refuses an unknown key with the same message; a site that was accepted from this folder before has a known key.
     """
     output = " ".join(node.read_output().split())
     if "Failed to activate SuperNode" not in output:
         raise RunError(f"{site.name}: the connection ended: {output[-300:]}")
-    if LET_IN not in node.output.read_text(errors="replace"):
+    if ACCEPTED not in node.output.read_text(errors="replace"):
         raise DataError(
             f"{site.name}: the server does not know this key, or a site with it is connected already; "
             "give its operator the file that ends in .pub, or end the other one"
         )
-    if seconds > RECONNECT_PATIENCE:
+    if seconds > RECONNECT_TIMEOUT:
         raise RunError(
             f"{site.name}: the server still holds the connection this site had before, after {duration(seconds)}; "
             "does this site run in another process?"

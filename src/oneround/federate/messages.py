@@ -1,4 +1,4 @@
-"""Packs a blob and a few text fields into a Flower message, and unpacks them."""
+"""Messages between server and sites: text fields and at most one blob, in Flower's records."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from oneround.errors import ProtocolError
 BLOB = "blob"  # Flower sends arrays in chunks, so one byte array may have any size
 FIELDS = "words"  # the record's name in the message
 
+# message types, each a function of the ClientApp
 TRAIN = "train"
 COUNTED = "query.counted"
 STANDING = "query.standing"
@@ -24,13 +25,13 @@ def pack_message(fields: dict[str, str], blob: bytes = b"") -> RecordDict:
 
 
 def fields_of(message: Message) -> dict[str, str]:
-    """The text fields of a message from anybody; values of other types are left out."""
+    """The text fields of a message, which may come from anybody; values of other types are left out."""
     record = message.content.config_records.get(FIELDS, ConfigRecord())
     return {key: value for key, value in record.items() if isinstance(value, str)}
 
 
 def blob_of(message: Message) -> bytes:
-    """The blob, or a `ProtocolError`."""
+    """The blob of a message; ProtocolError if it has none."""
     try:
         return message.content.array_records[BLOB][BLOB].data
     except KeyError:

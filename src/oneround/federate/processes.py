@@ -1,7 +1,7 @@
 """Flower's processes: a SuperLink, a SuperNode, a run.
 
-On Linux they end when the command that started them ends, however it ended (strictly: its thread, so start them from one that
-lasts).
+On Linux they end with the command that started them, even if that is killed. (The kernel watches the thread that starts them, so start
+them from one that lives as long as the command.)
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 from oneround.errors import RunError
 from oneround.federate.keys import KeyFolder
 
-ENDING = 20.0  # seconds until the processes of a killed server have ended
-STARTING = 60.0  # seconds a SuperLink may take to start
-HERE = "here"  # name of the SuperLink in Flower's own settings
+PORT_TIMEOUT = 20.0  # seconds; a killed server's SuperLink takes a while to end and free its port
+START_TIMEOUT = 60.0  # seconds a SuperLink may take to start
+CONNECTION = "here"  # name of the SuperLink in Flower's config.toml
 APP = """\
 [project]
 name = "oneround-federation"
@@ -58,7 +58,7 @@ def write_app(folder: Path) -> Path:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Environment of Flower's processes: a folder of their own, this installation's programs, no downloads, no telemetry."""
+    """Environment of Flower's processes: their own home folder, the programs of this Python environment, no downloads, no telemetry."""
     return {
         **os.environ,
         "FLWR_HOME": str(home.resolve()),
@@ -70,19 +70,19 @@ def environment(home: Path) -> dict[str, str]:
 
 
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-END_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 def _end_with_parent() -> None:
     """In the child: SIGTERM when its parent dies, even by SIGKILL."""
     if _libc is not None:
-        _libc.prctl(END_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def is_taken(host: str, port: int) -> bool:
-    """Whether another program listens there."""
+    """Whether another program listens on this port."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # remains of closed connections do not count
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections that linger do not count
         try:
             probe.bind((host, port))
         except OSError as error:
@@ -151,7 +151,7 @@ class Child:
 
 @dataclass
 class SuperLink:
-    """Flower's process at the server: it takes messages for the ServerApp and keeps them in a database file."""
+    """Flower's process at the server, as a context: it takes messages for the ServerApp and keeps them in a database file."""
 
     folder: Path
     """Folder of Flower's own files."""
@@ -163,7 +163,14 @@ class SuperLink:
     """Further options of `flower-superlink`."""
     child: Child = field(init=False)
 
+    def __enter__(self) -> SuperLink:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.child.stop()
+
     def start(self) -> SuperLink:
+        """Start it and wait until it answers; RunError if the port is in use or it does not start."""
         command = [sys.executable, "-m", "oneround.federate.superlink", "--host", self.host, "--port", str(self.port)]
         command += ["--database", str((self.folder / "link.db").resolve()), "--disable-runtime-dependency-installation"]
         tls = "insecure = true"
@@ -177,17 +184,17 @@ class SuperLink:
         else:
             command += ["--insecure"]
         command += self.options
-        until = time.monotonic() + ENDING
-        while is_taken(self.host, self.port):  # a killed server's SuperLink takes a while to end
+        until = time.monotonic() + PORT_TIMEOUT
+        while is_taken(self.host, self.port):
             if time.monotonic() > until:
                 raise RunError(f"port {self.port} is in use by another program; end it, or choose another --port")
             time.sleep(0.5)
         self.folder.mkdir(parents=True, exist_ok=True)
         address = f'address = "127.0.0.1:{self.port}"'
-        settings = f'[superlink]\ndefault = "{HERE}"\n\n[superlink.{HERE}]\n{address}\n{tls}\n'
+        settings = f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n{address}\n{tls}\n'
         (self.folder / "config.toml").write_text(settings)
         self.child = Child(command, self.folder, self.folder / "superlink.log").start()
-        until = time.monotonic() + STARTING
+        until = time.monotonic() + START_TIMEOUT
         while self.child.ended or not self._answers():
             if self.child.ended or time.monotonic() > until:
                 self.child.stop()
@@ -208,7 +215,7 @@ class SuperLink:
         assert self.keys is not None
         children = {}
         for site in sites:
-            command = ["flwr", "supernode", "register", str(self.keys.public(site).resolve()), HERE]
+            command = ["flwr", "supernode", "register", str(self.keys.public(site).resolve()), CONNECTION]
             command += ["--name", site, "--format", "json"]
             children[site] = Child(command, self.folder, self.folder / f"register-{site}.log").start()
         for site, child in children.items():
@@ -222,17 +229,14 @@ class SuperLink:
     def run(self, app: Path, config: dict[str, str | float], options: Sequence[str] = ()) -> Child:
         """Start a run; the child ends when the run does. `options`: further ones of `flwr run`."""
         settings = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
-        command = ["flwr", "run", str(app.resolve()), HERE, "--stream", "--run-config", settings, *options]
+        command = ["flwr", "run", str(app.resolve()), CONNECTION, "--stream", "--run-config", settings, *options]
         return Child(command, self.folder, self.folder / "flwr-run.log").start()
-
-    def stop(self) -> None:
-        self.child.stop()
 
 
 def supernode(server: str, site_file: Path, credentials: tuple[Path, Path] | None = None) -> Child:
     """Flower's process at a site, not started yet.
 
-    `credentials`: the server's authority and the site's private key; without them neither encrypted nor authenticated.
+    `credentials`: the CA certificate and the site's private key; without them neither encrypted nor authenticated.
     """
     command = ["flower-supernode", "--superlink", server, "--port", str(free_port())]
     command += ["--node-config", f'site="{site_file.resolve()}"']

@@ -25,10 +25,10 @@ class KeysContent(Content):
 
 
 class Roster:
-    """Public keys by site. Each is on disk before it counts, so a server that is started again goes on with the same keys."""
+    """Public keys by site. Each is on disk before it counts, so a server that is started again has the same keys."""
 
     def __init__(self, folder: RunFolder, participants: Sequence[str], expected: int) -> None:
-        """`participants`: names of the sites, where they are known; `expected`: their number."""
+        """`participants`: names of the sites, if they are known; `expected`: their number."""
         self.folder, self.participants, self.expected = folder, participants, expected
         self.run, self.keys = secrets.token_hex(8), dict[str, str]()
         """`run`: the federation's id, for which each site makes a key."""
@@ -47,7 +47,7 @@ class Roster:
         return len(self.keys) >= self.expected
 
     def complete_keys(self, deadline: float | None) -> dict[str, str]:
-        """All keys; an error if some are missing once that deadline has passed."""
+        """All keys; RunError if some are missing. `deadline`: the one that has passed, for the message."""
         if not self.complete:
             raise RunError(
                 f"{self.folder.path}: {len(self.keys)} of {self.expected} keys when the deadline of {duration(deadline or 0)} "
@@ -56,7 +56,7 @@ class Roster:
         return self.keys
 
     def take(self, name: str, key: str, sender: str, registered: str = "") -> None:
-        """Count a site's key. `registered`: the site that the sender's own key is registered for, if that is known."""
+        """Count a site's key; ProtocolError if it is refused. `registered`: the site that the sender's Flower key is registered for, if known."""
         check_name(name, registered, sender)
         if not is_key(key):
             raise refused(sender, f"{key[:80]!r} is no usable public key (X25519, 32 bytes)")

@@ -1,7 +1,7 @@
 """The ServerApp: in every round one broadcast down to each site and one upload up, checked and written when it arrives.
 
-For masked sums a survey comes first: the broadcast then has every site's public key. What happens with the uploads is in
-server/loop.py, the same as in a simulation.
+For masked sums a survey comes first: the broadcast then has every site's public key. What happens to the uploads is in
+server/loop.py, as in a simulation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from oneround.server.plan import Plan, plan_run
 app = ServerApp()
 log = logging.getLogger("oneround")
 
-ENDING = 120.0  # seconds that the process of a killed server may take to end
+LOCK_TIMEOUT = 120.0  # seconds; the process of a killed server takes a while to end
 
 
 @app.main()
@@ -51,12 +51,12 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def serve(grid: Grid, recipe: Recipe, folder: Path, pace: Pace) -> None:
-    """Serve a whole federation; started again it goes on with the keys and uploads it has."""
+    """Serve a whole federation; if started again, it resumes with the keys and uploads it has."""
     run_folder = RunFolder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with logging_to(folder / "run.log"):
         try:
-            with run_folder.locked(patience=ENDING):
+            with run_folder.locked(patience=LOCK_TIMEOUT):
                 (folder / OUTCOME).unlink(missing_ok=True)  # of an earlier start
                 _serve(grid, recipe, run_folder, pace)
                 run_folder.write_json(OUTCOME, {"ok": True})
@@ -78,7 +78,7 @@ def _serve(grid: Grid, recipe: Recipe, folder: RunFolder, pace: Pace) -> None:
 
 
 def _log_finding(finding: Finding) -> None:
-    """Log what the diagnosis finds in the histories of uploads."""
+    """Log a finding of the diagnosis, unless it is only a note."""
     if finding.severity != "note":
         log.warning(finding.summary)
 
@@ -96,7 +96,7 @@ class FlowerSites:
         """Collect the public keys of all sites; each is on disk before it counts."""
         roster = Roster(self.folder, self.intake.participants, self.plan.num_sites)
         log.info("waiting for %d of %d keys", roster.expected - len(roster.keys), roster.expected)
-        Survey(self.grid, self.pace, self.intake, roster).run()
+        KeySurvey(self.grid, self.pace, self.intake, roster).run()
         return replace(broadcast, roster=roster.complete_keys(self.plan.recipe.deadline))
 
     def collect(self, broadcast: Broadcast, epoch: int) -> list[str]:
@@ -120,7 +120,7 @@ class FlowerSites:
         if not self.intake.done():
             missing = self.intake.expected - len(self.intake.received)
             log.info("waiting for %d of %d uploads", missing, self.intake.expected)
-        Collection(self.grid, self.pace, self.intake).run()
+        UploadCollection(self.grid, self.pace, self.intake).run()
 
     def take_late(self) -> None:
         """Keep the uploads that come after the model is made, until all are here or the deadline has passed."""
@@ -128,7 +128,7 @@ class FlowerSites:
         log.info("the model was made before; fuse again with oneround fuse %s", self.folder.path)
 
 
-class Survey(Exchange):
+class KeySurvey(Exchange):
     """Asks every site for its public key."""
 
     kind = KEY
@@ -140,14 +140,14 @@ class Survey(Exchange):
     def done(self) -> bool:
         return self.roster.complete or self.intake.overdue
 
-    def greet(self, node: int, name: str) -> None:
+    def on_connect(self, node: int, name: str) -> None:
         if name not in self.roster.keys and self.intake.takes_part(name):
-            self.ask(node)
+            self.instruct(node)
 
-    def question(self) -> RecordDict:
+    def instruction(self) -> RecordDict:
         return pack_message({"run": self.roster.run})
 
-    def take(self, node: int, fields: dict[str, str], answer: Message) -> None:
+    def on_reply(self, node: int, fields: dict[str, str], reply: Message) -> None:
         try:
             name, key = fields.get("name", ""), fields.get("key", "")
             self.roster.take(name, key, self.sender(node), self.names.get(node, ""))
@@ -155,7 +155,7 @@ class Survey(Exchange):
             log.warning("%s", error)
 
 
-class Collection(Exchange):
+class UploadCollection(Exchange):
     """Sends every site the broadcast and takes its upload."""
 
     kind = TRAIN
@@ -163,8 +163,10 @@ class Collection(Exchange):
     def __init__(self, grid: Grid, pace: Pace, intake: UploadIntake) -> None:
         super().__init__(grid, pace)
         self.intake = intake
-        self.key = hashlib.sha256(intake.sent).hexdigest()
-        self.farewells: set[str] = set()
+        self.digest = hashlib.sha256(intake.sent).hexdigest()
+        """Of the broadcast; a site keeps its state in a folder of this name."""
+        self.verdicts: set[str] = set()
+        """Ids of the messages with verdicts that sites have not confirmed."""
 
     def done(self) -> bool:
         return self.intake.done()
@@ -172,21 +174,21 @@ class Collection(Exchange):
     def run(self) -> None:
         super().run()
         until = time.monotonic() + (self.pace.farewell if self.intake.last_round else 0.0)
-        while self.farewells and time.monotonic() < until:
-            self.meanwhile()
+        while self.verdicts and time.monotonic() < until:
+            self.on_poll()
             time.sleep(self.pace.poll)
 
-    def greet(self, node: int, name: str) -> None:
+    def on_connect(self, node: int, name: str) -> None:
         if name in self.intake.received:
             self._send_verdict(node, Verdict(True, f"{name}: counted already"))
         elif self.intake.takes_part(name):
-            self.ask(node)
+            self.instruct(node)
 
-    def question(self) -> RecordDict:
+    def instruction(self) -> RecordDict:
         fields = {"received": json.dumps(self.intake.received), "participants": json.dumps(self.intake.participants)}
         return pack_message(fields, self.intake.sent)
 
-    def take(self, node: int, fields: dict[str, str], answer: Message) -> None:
+    def on_reply(self, node: int, fields: dict[str, str], reply: Message) -> None:
         sender = self.sender(node)
         if "not drawn" in fields:
             return
@@ -194,7 +196,7 @@ class Collection(Exchange):
             verdict = Verdict(True, f"{fields.get('name', sender)}: counted already")
         else:
             try:
-                verdict = self.intake.take(blob_of(answer), sender, self.names.get(node, ""))
+                verdict = self.intake.take(blob_of(reply), sender, self.names.get(node, ""))
             except ProtocolError as error:
                 verdict = Verdict(False, f"{sender}: {error}")
                 log.warning("%s", verdict.text)
@@ -203,14 +205,14 @@ class Collection(Exchange):
     def _send_verdict(self, node: int, verdict: Verdict) -> None:
         if verdict.counted and not self.intake.last_round:
             return  # the next round's broadcast lists the uploads that are counted
-        fields = {"broadcast": self.key, "counted": "yes" if verdict.counted else "no", "text": verdict.text}
-        with suppress(Exception):  # nothing depends on whether the site hears it
-            self.farewells.add(self.push(node, COUNTED, pack_message(fields)))
+        fields = {"broadcast": self.digest, "counted": "yes" if verdict.counted else "no", "text": verdict.text}
+        with suppress(Exception):  # nothing depends on whether the site receives it
+            self.verdicts.add(self.push(node, COUNTED, pack_message(fields)))
 
-    def meanwhile(self) -> None:
-        """Collect the sites' acknowledgements of their verdicts."""
-        for message in list(self.farewells):
+    def on_poll(self) -> None:
+        """Collect the sites' confirmations of their verdicts."""
+        for message in list(self.verdicts):
             with suppress(Exception):
                 if self.pull(message) is None:
                     continue
-            self.farewells.discard(message)
+            self.verdicts.discard(message)

@@ -29,25 +29,23 @@ class SiteFile(Strict):
     data: str | None = None
     """Its images: a folder of images by class, an .npz file, or `module:function` that returns images and labels."""
     share: Annotated[int, Field(ge=0)] | None = None
-    """Instead of data, for a try-out: the number of its share in the partition of the recipe's own data set."""
+    """Instead of data, for a test on one machine: the number of its share in the partition of the recipe's data set."""
     labels: dict[str, str] = Field(default={})
-    """This site's name of a class → the recipe's; classes of the same name need no entry."""
+    """This site's name of a class → the recipe's name of it; classes of the same name need no entry."""
     folder: Annotated[Path | None, Field(strict=False)] = None
     """Folder of its state and its upload; without one nothing is kept and a restart starts over."""
     local: Local = Local()
-    """Settings of this machine: device, threads, plug-ins, and the data path of a try-out."""
+    """Settings of this machine: device, threads, plug-ins, and with `share` the path of the data set."""
 
     @model_validator(mode="after")
     def _one_source(self) -> SiteFile:
         if (self.data is None) == (self.share is None):
-            raise ValueError(
-                "give data (a folder, an .npz file or module:function), or for a try-out share, one of both"
-            )
+            raise ValueError("give either data (a folder, an .npz file or module:function), or for a test share")
         return self
 
 
 def read_site(path: Path) -> SiteFile:
-    """A site from its YAML file."""
+    """A site from its YAML file; DataError if it cannot be read or is not valid."""
     try:
         raw = read_yaml(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
