@@ -119,7 +119,7 @@ def test_the_answer_does_not_depend_on_the_partition(folder: Path, digits: Datas
 @pytest.mark.slow
 def test_a_run_without_a_network_says_so(digits: Dataset, folder: Path) -> None:
     plan = DealtPlan.of(load("ridge", [*SMALL, ("partition.alpha", 0.05), ("training.epochs", 50)]), digits)
-    assert plan.recipe.training.epochs == 1 and plan.stops == [1] and plan.steps == len(plan.clients)
+    assert plan.recipe.training.epochs == 1 and plan.snapshot_epochs == [1] and plan.steps == len(plan.clients)
     (line,) = [each for each in plan.lines() if "sums of" in each]
     assert line.strip() == "sums of 96 fixed features (patches size=96 patch=4), one pass, nothing is trained"
     uploads = [Upload.read(path, plan.prepare(), {}) for path in sorted((folder / "uploads").glob("*"))]

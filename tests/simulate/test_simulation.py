@@ -143,7 +143,7 @@ def test_a_folder_is_not_overwritten_and_not_mixed(digits: Dataset, tmp_path: Pa
     before = final(tmp_path / "run")
     with pytest.raises(RecipeError, match="there is a run here already; continue with --resume"):
         run(recipe, tmp_path / "run", data=digits)
-    with pytest.raises(RecipeError, match="was begun with another recipe"):
+    with pytest.raises(RecipeError, match="was started with another recipe"):
         run(change(recipe, {"training.epochs": 2}), tmp_path / "run", data=digits, resume=True)
     assert run(recipe, tmp_path / "run", data=digits, resume=True).rules == {
         k: v["accuracy"] for k, v in before["rules"].items()
@@ -295,9 +295,7 @@ def test_a_broadcast_that_comes_out_otherwise_ends_the_run(
         return replace(made, weights={name: value + 1 for name, value in made.weights.items()})
 
     monkeypatch.setattr(DealtPlan, "prepare", otherwise)
-    with pytest.raises(
-        RunError, match=r"broadcast\.safetensors: damaged, and prepared again it differs .* another --out"
-    ):
+    with pytest.raises(RunError, match=r"broadcast\.safetensors: damaged, and a new one differs .* another --out"):
         run(recipe, tmp_path / "run", data=digits, resume=True)
     assert path.read_bytes() == damaged
 

@@ -1,7 +1,7 @@
 """The one server loop: prepare, collect uploads, fuse and score them, record it, next round or finish.
 
-Two transports bring the uploads in: workers on this machine (simulate/) and sites on Flower (federate/). Everything else a
-server does is here, so that a simulation and a federation of one recipe give the same result. A killed run goes on from its
+Two transports collect the uploads: workers on this machine (simulate/) and sites on Flower (federate/). Everything else a
+server does is here, so that a simulation and a federation of one recipe give the same result. A killed run is resumed from its
 folder: finished snapshots are in the log, the round is in the broadcast, everything else follows from seeds.
 """
 
@@ -40,7 +40,8 @@ from oneround.site import choose_device
 from oneround.training import Emit, silent
 
 log = logging.getLogger("oneround")
-NO_UPLOADS_FAULT = (OSError, MemoryError, torch.OutOfMemoryError, RecipeError, DataError, Interrupted, OutOfTime)
+SERVER_ERRORS = (OSError, MemoryError, torch.OutOfMemoryError, RecipeError, DataError, Interrupted, OutOfTime)
+"""Errors in fusing that no upload is to blame for."""
 
 
 class Transport(Protocol):
@@ -51,13 +52,13 @@ class Transport(Protocol):
     live: bool
     """Whether clients emit their epochs while they train; otherwise the server emits them when an upload has arrived."""
     trusted: bool
-    """Whether uploads come from this program itself; others may be made to break the fusion."""
+    """Whether uploads come from this program itself; others may be faulty or hostile and break the fusion."""
 
     def agree(self, broadcast: Broadcast) -> Broadcast:
         """For masked sums: the broadcast with the sites' public keys."""
 
     def collect(self, broadcast: Broadcast, epoch: int) -> list[str]:
-        """Write this round's uploads at the end of `epoch`, checked, to the run's folder; returns their clients, in order."""
+        """Write this round's uploads at the end of `epoch`, checked, to the run's folder; returns their clients, sorted."""
 
     def discard(self, client: str) -> None:
         """Drop this client's upload: it cannot be fused."""
@@ -66,13 +67,14 @@ class Transport(Protocol):
         """Bytes down to and up from every client, over all rounds so far."""
 
     def remarks(self) -> list[str]:
-        """Notes for the reader of the result on how the uploads were collected."""
+        """Remarks in the result on how the uploads were collected."""
 
 
 def open_run(plan: Plan, folder: RunFolder, emit: Emit = silent) -> None:
-    """Initialise the run's folder, or resume the run in it, which must have this recipe. The caller has locked the folder."""
+    """Initialise the run's folder, or check the run in it, which must have this recipe. The caller has locked the folder."""
     if is_begun(plan, folder):
-        _check_finished(folder)
+        if folder.result.exists():
+            _check_finished(folder)
         if not folder.result.exists():
             _check_broadcast(plan, folder, emit)
         return
@@ -85,12 +87,12 @@ def open_run(plan: Plan, folder: RunFolder, emit: Emit = silent) -> None:
 
 
 def is_begun(plan: Plan, folder: RunFolder) -> bool:
-    """Whether a run was begun here already; another one is refused."""
+    """Whether this run was started here before; RecipeError if another run was."""
     if not folder.recipe.exists():
         return False
     if folder.read_recipe().digest != plan.recipe.digest:
         raise RecipeError(
-            f"{folder.path}: was begun with another recipe ({folder.recipe}); use that one, or choose another --out"
+            f"{folder.path}: was started with another recipe ({folder.recipe}); use that one, or choose another --out"
         )
     if not folder.broadcast.exists():
         return False
@@ -99,14 +101,12 @@ def is_begun(plan: Plan, folder: RunFolder) -> bool:
     if not (folder.path / "partition.json").exists():
         return False
     if folder.read_partition()["digest"] != plan.split.digest:
-        raise RecipeError(f"{folder.path}: was begun on other data or another partition; choose another --out")
+        raise RecipeError(f"{folder.path}: was started on other data or another partition; choose another --out")
     return True
 
 
 def _check_finished(folder: RunFolder) -> None:
     """Reopen a finished run whose model or uploads are missing: they are made again."""
-    if not folder.result.exists():
-        return
     lost = [name for name in folder.read_result()["uploads"] if not folder.upload(name).is_file()]
     if lost or not (folder.model / "manifest.json").is_file():
         missing = f"uploads of {', '.join(lost)}" if lost else "the model"
@@ -115,33 +115,33 @@ def _check_finished(folder: RunFolder) -> None:
 
 
 def _check_broadcast(plan: Plan, folder: RunFolder, emit: Emit) -> None:
-    """Prepare a damaged broadcast again; it must be equal to the first, or the uploads so far would not answer it."""
+    """Prepare a damaged broadcast again; it must be equal to the first, or the uploads so far would belong to another."""
     try:
         if Broadcast.read(folder.broadcast).recipe.digest == plan.recipe.digest:
             return
-        log.warning("%s: of another recipe; prepared again", folder.broadcast)
+        log.warning("%s: belongs to another recipe; prepared again", folder.broadcast)
     except (ProtocolError, RecipeError) as error:
         log.warning("%s; prepared again", error)
     if plan.recipe.rounds > 1 and list(folder.metrics):
         raise RunError(
-            f"{folder.broadcast}: damaged, and what rounds before had learned is in it; start over with another --out"
+            f"{folder.broadcast}: damaged, and earlier rounds' weights were in it; start over with another --out"
         )
     raw = plan.prepare(emit).pack()
     manifest, _ = blob.unpack(raw, "broadcast", "broadcast")
     try:
-        promised = blob.peek(folder.broadcast, "broadcast").get("sha256")
+        first_digest = blob.peek(folder.broadcast, "broadcast").get("sha256")
     except ProtocolError:
-        promised = None  # the damage is in the manifest itself
-    if promised not in (None, manifest["sha256"]):
+        first_digest = None  # the damage is in the manifest itself
+    if first_digest not in (None, manifest["sha256"]):
         raise RunError(
-            f"{folder.broadcast}: damaged, and prepared again it differs (another device, or other initial weights); "
+            f"{folder.broadcast}: damaged, and a new one differs (another device, or other initial weights); "
             "start over with another --out"
         )
     blob.write_durably(folder.broadcast, raw)
 
 
 def serve(plan: Plan, folder: RunFolder, transport: Transport, emit: Emit) -> Result:
-    """Run all rounds of an opened run; the result is written and returned."""
+    """Run all rounds of an opened run; writes the result and returns it."""
     rules = {rule.label: rule for rule in acts.rules_of(plan.recipe)}
     with open_loggers(plan.recipe, folder.path) as loggers:
         writer = RunWriter(folder, rules, loggers, Broadcast.read(folder.broadcast).first_epoch)
@@ -154,36 +154,37 @@ class ServerLoop:
     def __init__(self, plan: Plan, folder: RunFolder, transport: Transport, writer: RunWriter, emit: Emit) -> None:
         self.plan, self.folder, self.transport, self.writer, self.emit = plan, folder, transport, writer, emit
         self.site = plan.server(folder.path)
-        self.stops = plan.stops if transport.snapshots else plan.round_ends
+        self.epochs = plan.snapshot_epochs if transport.snapshots else plan.round_ends
+        """Epochs after which uploads are collected and scored."""
 
     def run(self) -> Result:
         """Collect, score and record every snapshot that is not in the log yet."""
         broadcast, snapshot = self._begin_round(), None
-        for stop in self.stops:
-            ends = stop == broadcast.last_epoch
-            if stop <= broadcast.first_epoch or (stop in self.writer.done and not ends):
+        for epoch in self.epochs:
+            ends_round = epoch == broadcast.last_epoch
+            if epoch <= broadcast.first_epoch or (epoch in self.writer.done and not ends_round):
                 continue
-            snapshot = self._collect(broadcast, stop)
+            snapshot = self._collect(broadcast, epoch)
             self._draw_partition()
             logged: list[dict[str, Any]] = []
-            if stop not in self.writer.done:
-                before = max((epoch for epoch in self.stops if epoch < stop), default=0)
-                logged = self.writer.snapshot(snapshot, range(before + 1, stop + 1), self.site)
+            if epoch not in self.writer.done:
+                before = max((earlier for earlier in self.epochs if earlier < epoch), default=0)
+                logged = self.writer.snapshot(snapshot, range(before + 1, epoch + 1), self.site)
             self._report(snapshot, broadcast, logged)
-            if ends and self.plan.recipe.rounds > 1:
+            if ends_round and self.plan.recipe.rounds > 1:
                 model = self.writer.round_model(broadcast.round, snapshot, self.site)
-                if stop != self.stops[-1]:
+                if epoch != self.epochs[-1]:
                     with self.site.arithmetic(broadcast.parameters):
                         acts.advance(model, broadcast).write(self.folder.broadcast)
                     broadcast = self._begin_round()
-        assert snapshot is not None, "the last stop is always scored"
+        assert snapshot is not None, "the last epoch is always scored"
         remarks = [*self.plan.remarks(), *self.transport.remarks(), *stopped_early(snapshot.uploads)]
         digest = self.plan.partition_digest(snapshot.uploads)
         facts = Facts(self.plan.data.name, digest, self.transport.traffic(), remarks)
         return self.writer.finish(snapshot, facts, self.site, self.plan.data.test)
 
     def _begin_round(self) -> Broadcast:
-        """Read the broadcast of the round that is due and remove the uploads of the round before."""
+        """Read the broadcast of the current round and remove the uploads of the round before."""
         broadcast = Broadcast.read(self.folder.broadcast)
         if broadcast.recipe.secure and not broadcast.roster:
             self.transport.agree(broadcast).write(self.folder.broadcast)
@@ -192,7 +193,7 @@ class ServerLoop:
             for path in sorted((self.folder.path / "uploads").glob("*.safetensors")):
                 epoch = Upload.epoch_of(path)
                 if epoch is not None and epoch <= broadcast.first_epoch:
-                    path.unlink()  # the broadcast has the network that was made of it
+                    path.unlink()  # the broadcast has the network that it was fused into
         return broadcast
 
     def _collect(self, broadcast: Broadcast, epoch: int) -> Snapshot:
@@ -203,7 +204,7 @@ class ServerLoop:
             uploads = UploadFolder(paths, broadcast, acts.statistics_of(broadcast))
             try:
                 snapshot = self._score(uploads, epoch)
-            except NO_UPLOADS_FAULT:
+            except SERVER_ERRORS:
                 raise
             except Exception as error:
                 if self.transport.trusted or broadcast.recipe.secure:
@@ -225,14 +226,14 @@ class ServerLoop:
                 self.emit({**entry, "event": "epoch", "client": upload.client})
 
     def _draw_partition(self) -> None:
-        """Draw who holds what; after the first snapshot, so that training need not wait for the picture."""
+        """Draw the partition; after the first snapshot, so that training need not wait for the picture."""
         plan, path = self.plan, self.folder.path / "partition.png"
         if plan.split is not None and not path.exists():
             title = f"{plan.data.name}, {plan.recipe.partition.label}, seed {plan.recipe.seeds.partition}"
             pictures.draw_partition(plan.split, plan.data.class_names, path, title)
 
     def _score(self, uploads: UploadFolder, epoch: int) -> Snapshot:
-        """Score every rule on test and validation images, where the server has some."""
+        """Score every rule on test and validation images, if the server has some."""
         started, broadcast, site = time.monotonic(), uploads.broadcast, self.site
         self.emit({"event": "scoring", "epoch": epoch})
         scores, rules, test = Scores({}, {}, {}), self.writer.rules, self.plan.data.test
@@ -247,11 +248,11 @@ class ServerLoop:
         return Snapshot(epoch, uploads, scores, models, time.monotonic() - started)
 
     def _report(self, snapshot: Snapshot, broadcast: Broadcast, logged: list[dict[str, Any]]) -> None:
-        """Emit a snapshot: a summary to show, and its lines of the log, so that no callback has to read the log."""
+        """Emit a snapshot with a summary and its events in the log, so that no callback has to read the log."""
         rounds, scores = self.plan.recipe.rounds, snapshot.scores
         when = f"round {broadcast.round} of {rounds}" if rounds > 1 else f"epoch {snapshot.epoch}"
         accuracy = {name: score.accuracy for name, score in scores.rules.items()}
-        left = sum(epoch > snapshot.epoch for epoch in self.stops)
+        left = sum(epoch > snapshot.epoch for epoch in self.epochs)
         event = {"event": "snapshot", "epoch": snapshot.epoch, "when": when, "seconds": snapshot.seconds, "left": left}
         self.emit({**event, "accuracy": accuracy, "logged": logged})
         accuracies = ", ".join(f"{name} {value:.2%}" for name, value in accuracy.items())
@@ -269,15 +270,15 @@ def stopped_early(uploads: UploadFolder) -> list[str]:
 
 
 def find_culprits(uploads: UploadFolder, fuse: Callable[[UploadFolder], object]) -> list[str]:
-    """Clients whose uploads make `fuse` fail: all that fail by themselves, else the first whose removal makes the rest succeed.
+    """Clients whose uploads make `fuse` fail: all that fail alone, else the first whose removal makes the rest succeed.
 
-    At most 2·len(uploads) attempts. Empty where no upload is to blame: none or all fail alone, and leaving one out never helps.
+    Calls `fuse` at most 2·len(uploads) times. Empty if no single upload is to blame.
     """
 
     def fails(paths: list[Path]) -> bool:
         try:
             fuse(UploadFolder(paths, uploads.broadcast, uploads.statistics))
-        except NO_UPLOADS_FAULT:
+        except SERVER_ERRORS:
             raise
         except Exception as error:
             log.info("%s cannot be fused (%s)", ", ".join(path.stem for path in paths), in_one_line(error))
@@ -294,9 +295,9 @@ def find_culprits(uploads: UploadFolder, fuse: Callable[[UploadFolder], object])
 
 
 def check_federation(plan: Plan) -> None:
-    """Refuse what only a simulation can offer, before anything is sent."""
+    """Refuse, before anything is sent, a recipe that only a simulation can run and a quorum of more than all sites."""
     recipe = plan.recipe
-    if recipe.alignment and plan.meets_every_epoch:
+    if recipe.alignment and plan.needs_other_clients:
         raise RecipeError(
             f"alignment.schedule = {recipe.alignment.schedule.kind}: needs the other clients every epoch, which only a "
             "simulation can offer; choose another"

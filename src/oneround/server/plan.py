@@ -1,4 +1,4 @@
-"""The plan of a run: all that is known before it starts."""
+"""The plan of a run: everything that is known before it starts."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Plan:
     recipe: Recipe
     """Resolved for the data."""
     data: Dataset
-    """The server's test images; where sites bring their own images, public ones in place of training images."""
+    """The server's test images; if sites bring their own images, its training images are the public ones."""
     split: Split | None = None
-    """Who holds which samples, where the recipe's data set is dealt out."""
+    """Who holds which samples, if the recipe's data set is dealt out."""
 
     @property
     def num_sites(self) -> int:
@@ -51,24 +51,24 @@ class Plan:
 
     @property
     def clients(self) -> dict[str, int]:
-        """Clients that have samples, by name, with their number in the partition; empty where sites bring their own images."""
+        """Clients that have samples: name → number in the partition; empty if sites bring their own images."""
         if self.split is None:
             return {}
         count = len(self.split.clients)
         return {client_name(number, count): number for number, size in enumerate(self.split.sizes) if size}
 
     def participants(self, number: int) -> list[str]:
-        """The clients of a round; empty where sites bring their own images, and whoever comes takes part."""
+        """The clients of a round; empty if sites bring their own images: every site that connects takes part."""
         return acts.participants(self.recipe, list(self.clients), number)
 
     @property
-    def meets_every_epoch(self) -> bool:
-        """Whether clients need each other's state while they train, which only a simulation can offer."""
+    def needs_other_clients(self) -> bool:
+        """Whether clients need each other's prototypes during training, which only a simulation can offer."""
         alignment = self.recipe.alignment
         return alignment is not None and alignment.schedule.needs.other_clients
 
     @property
-    def stops(self) -> list[int]:
+    def snapshot_epochs(self) -> list[int]:
         """Epochs after which uploads are fused and scored, the end of every round among them."""
         epochs, every = self.recipe.training.epochs, self.recipe.snapshots
         if self.recipe.rounds > 1:
@@ -94,12 +94,12 @@ class Plan:
         return Site("server", self.data.train if len(self.data.train) else None, folder, self.recipe.local)
 
     def partition_digest(self, uploads: UploadFolder) -> str:
-        """Digest of who holds what, as far as the server knows: of the sites' names and uploads."""
+        """Digest of who holds what, as far as the server knows it: from the sites' names and uploads."""
         contents = [(upload.client, upload.content) for upload in uploads]
         return hashlib.sha256(repr(sorted(contents)).encode()).hexdigest()
 
     def remarks(self) -> list[str]:
-        """Notes for the reader of the result."""
+        """Remarks in the result on the recipe and the partition."""
         first, *others = acts.rules_of(self.recipe)
         idle = [rule.label for rule in others if rule.needs.state and self.recipe.rounds > 1]
         if not idle:
@@ -129,14 +129,15 @@ def plan_run(recipe: Recipe, data: Dataset) -> Plan:
 
 @dataclass(frozen=True)
 class DealtPlan(Plan):
-    """A run on one data set that is dealt to the clients: a simulation, or a federation on a test machine."""
+    """A run on one data set that is dealt out to the clients: a simulation, or a federation that is tried on one machine."""
 
     split: Split = field()
     traffic: acts.Traffic = field()
-    """Of one client in one round."""
+    """Bytes of one client in one round."""
 
     @staticmethod
     def of(recipe: Recipe, data: Dataset) -> DealtPlan:
+        """Resolve the recipe and partition the data; RecipeError if the result is a run that cannot be trained."""
         if datasets.of(recipe.data).elsewhere:
             raise RecipeError(
                 f"data = {recipe.data.kind}: the images are at the sites, nothing can be simulated here; use oneround federate"
@@ -160,7 +161,7 @@ class DealtPlan(Plan):
         return len(self.clients)
 
     @cached_property
-    def turns(self) -> dict[str, int]:
+    def rounds_by_client(self) -> dict[str, int]:
         """Number of rounds in which each client takes part."""
         rounds = range(1, self.recipe.rounds + 1)
         counts = Counter(name for number in rounds for name in self.participants(number))
@@ -174,7 +175,7 @@ class DealtPlan(Plan):
         return Site("server", public, folder, self.recipe.local, validation=validation)
 
     def partition(self) -> dict[str, Any]:
-        """`partition.json`: who holds what, and how it was dealt."""
+        """Content of `partition.json`: who holds what, and the rule and seed that it follows from."""
         rule, seed = self.recipe.partition, self.recipe.seeds.partition
         return {"data": self.data.name, "rule": rule.dump(), "seed": seed, **self.split.plain()}
 
@@ -184,11 +185,11 @@ class DealtPlan(Plan):
     @property
     def steps(self) -> int:
         """Training steps of all clients in all rounds."""
-        clients = self.clients
-        return sum(turns * self.steps_of(self.split.sizes[clients[name]]) for name, turns in self.turns.items())
+        clients, sizes = self.clients, self.split.sizes
+        return sum(rounds * self.steps_of(sizes[clients[name]]) for name, rounds in self.rounds_by_client.items())
 
     def steps_of(self, samples: int) -> int:
-        """Steps of a client with so many samples in one round."""
+        """Training steps in one round of a client with that many samples."""
         training = self.recipe.training
         return training.epochs * steps_per_epoch(samples, training) if self.recipe.trains else steps_of(samples)
 
@@ -202,7 +203,7 @@ class DealtPlan(Plan):
                     f"sums.rank = {self.recipe.sums.rank} makes uploads no smaller: {format_bytes(self.traffic.up)}, where all "
                     f"second moments are {format_bytes(whole.up)} and exact; leave rank out"
                 )
-        if self.recipe.clients_hold_back and len(self.stops) > 1:
+        if self.recipe.clients_hold_back and len(self.snapshot_epochs) > 1:
             remarks.append(
                 f"{len(self.split.validation):,} images held back by the clients choose the snapshot: in a real federation the "
                 "clients would have to score the fused models, an exchange more"
@@ -236,7 +237,7 @@ class DealtPlan(Plan):
             + (f"; {len(self.split.validation):,} are held back for validation" if len(self.split.validation) else ""),
             f"  {self._work()}",
             f"  network: {format_bytes(down)} down and {format_bytes(up)} up per client{each}, "
-            f"{format_bytes(sum(self.turns.values()) * (down + up))} in all",
+            f"{format_bytes(sum(self.rounds_by_client.values()) * (down + up))} in all",
             f"  on {device_name(device)}: clients {how}",
         ]
 

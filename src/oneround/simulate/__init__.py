@@ -1,4 +1,4 @@
-"""Transport 1: all clients on this machine."""
+"""The transport of a simulation: all clients are trained on this machine."""
 
 from oneround.simulate.simulation import run
 

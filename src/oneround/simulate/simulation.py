@@ -1,8 +1,8 @@
 """The in-process transport: all clients on this machine.
 
-Epoch-major: all clients train to the next snapshot, then their uploads are fused and scored. Idle clients are on disk and scoring
-holds one network at a time, so memory does not grow with the number of clients. A run can be killed at any moment and
-resumed: uploads and states are replaced whole, and a client that is behind trains again.
+All clients train to the next snapshot, then their uploads are fused and scored. The state of idle clients is on disk and scoring holds one
+network at a time, so memory does not grow with the number of clients. A run can be killed at any moment and resumed: uploads and states
+are replaced whole, and a client that is behind trains again.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def run(
     workers: WorkerPool | None = None,
     deadline: float | None = None,
 ) -> Result:
-    """Run a recipe with all clients on this machine; all results are in `folder`.
+    """Run a recipe with all clients on this machine; writes everything to `folder` and returns the result.
 
-    `resume`: go on where an earlier run in the folder was stopped. `workers`: a pool that several runs share. At `deadline`
+    `resume`: continue where an earlier run in the folder was stopped. `workers`: a pool that several runs share. At `deadline`
     (`time.time()`) every client ends its epoch and saves its state, and `OutOfTime` is raised.
     """
     run_folder = RunFolder(Path(folder))
@@ -101,24 +101,25 @@ def simulation_remarks(plan: DealtPlan) -> list[str]:
         remarks.append(
             "masks are made from the seed: a simulation has no secrets, only a real federation hides anything"
         )
-    if plan.meets_every_epoch:
+    if plan.needs_other_clients:
         remarks.append("clients learn of each other's prototypes every epoch: simulation only, not a one-round method")
     return remarks
 
 
 class SimulatedClients:
-    """Clients that workers train in turn, their uploads and states in the run's folder."""
+    """The transport: clients that workers train in turn; their uploads and states are in the run's folder."""
 
     snapshots = live = trusted = True
 
     def __init__(self, plan: DealtPlan, folder: RunFolder, pool: WorkerPool) -> None:
         self.plan, self.folder, self.pool = plan, folder, pool
         self.spreads = folder.read_spreads()
-        """Spread of the clients' prototypes after each epoch, where a schedule needs it."""
+        """Epoch → spread of the clients' prototypes after it, if a schedule needs it."""
         self.reached = self._reached()
+        """Client → epoch of its upload."""
 
     def agree(self, broadcast: Broadcast) -> Broadcast:
-        """A simulation has no keys: the roster has only names."""
+        """A simulation has no keys: the roster has names only."""
         return replace(broadcast, roster=dict.fromkeys(self.plan.clients, ""))
 
     def discard(self, client: str) -> None:
@@ -126,15 +127,15 @@ class SimulatedClients:
 
     def traffic(self) -> dict[str, tuple[int, int]]:
         each = self.plan.traffic
-        return {name: (turns * each.down, turns * each.up) for name, turns in self.plan.turns.items()}
+        return {name: (rounds * each.down, rounds * each.up) for name, rounds in self.plan.rounds_by_client.items()}
 
     def remarks(self) -> list[str]:
         return simulation_remarks(self.plan)
 
     def collect(self, broadcast: Broadcast, epoch: int) -> list[str]:
-        """Train this round's participants to the end of `epoch`; epoch by epoch, where they need each other's state."""
+        """Train this round's participants to the end of `epoch`; one epoch at a time if they need each other's prototypes."""
         names = self.plan.participants(broadcast.round)
-        if self.plan.meets_every_epoch:
+        if self.plan.needs_other_clients:
             self._catch_up()
             first = max([broadcast.first_epoch, *self.spreads])
             for shared_epoch in range(first + 1, epoch + 1):
@@ -149,7 +150,7 @@ class SimulatedClients:
         return [self.folder.upload(name) for name in names]
 
     def _train_to(self, broadcast: Broadcast, names: Sequence[str], epoch: int) -> None:
-        """Train the clients that have not reached that epoch; the run ends if safeguards have stopped one of them."""
+        """Train the clients that have not reached that epoch; RunError if safeguards have stopped one of them."""
         self._train([name for name in names if self.reached[name] != epoch], epoch)
         manifests = [blob.peek(path, "upload") for path in self._paths(names)]
         stopped = [each["stopped"] for each in manifests if each["stopped"] and each["epoch"] < broadcast.last_epoch]
@@ -161,17 +162,17 @@ class SimulatedClients:
             )
 
     def _catch_up(self) -> None:
-        """Train a client whose state was lost again, with the spreads that were recorded the first time."""
+        """Train clients whose state was lost again from the start, with the recorded spreads."""
         behind = [
             name
             for name in self.plan.clients
-            if self.spreads and self.reached[name] != self.plan.stops[-1] and not self.folder.states(name)
+            if self.spreads and self.reached[name] != self.plan.recipe.epochs and not self.folder.states(name)
         ]
         for epoch in sorted(self.spreads) if behind else ():
             self._train(behind, epoch)
 
     def _reached(self) -> dict[str, int | None]:
-        """The epoch of every client's upload. Damaged uploads and states are removed, and those clients train again."""
+        """The epoch of every client's upload. Removes damaged uploads and states; those clients train again."""
         reached: dict[str, int | None] = {}
         for name in self.plan.clients:
             upload = self.folder.upload(name)
@@ -185,12 +186,12 @@ class SimulatedClients:
         return reached
 
     def _train(self, names: Sequence[str], epoch: int) -> None:
-        """Train these clients to the end of an epoch, the largest first; at least one, even when the time is over."""
+        """Train these clients to the end of an epoch, the largest first; at least one, even if the time is over."""
         clients, split, local = self.plan.clients, self.plan.split, self.plan.recipe.local
         agreement = consensus(self.spreads, epoch - 1)
         futures: list[Future[str]] = []
         for name in sorted(names, key=lambda name: -split.sizes[clients[name]]):
-            if futures and self.pool.out_of_time:  # a pool of one has trained a client when `submit` returns
+            if futures and self.pool.out_of_time:  # in a pool of one, `submit` returns after training
                 break
             samples, validation = split.clients[clients[name]], split.client_validation[clients[name]]
             job = TrainJob(name, samples, self.folder, epoch, local, agreement, validation)
@@ -209,7 +210,7 @@ class SimulatedClients:
                 each.cancel()
         if out_of_time is not None:
             raise out_of_time
-        if arrived < len(names) or (names and epoch < self.plan.stops[-1] and self.pool.out_of_time):
+        if arrived < len(names) or (names and epoch < self.plan.recipe.epochs and self.pool.out_of_time):
             raise OutOfTime(
                 f"{self.folder.path}: stopped before epoch {epoch} was scored, the time is over; resume to go on"
             )
@@ -217,7 +218,7 @@ class SimulatedClients:
 
 
 def _log_trouble(emit: Emit, event: dict[str, Any]) -> None:
-    """Emit an event; trouble also goes into the log."""
+    """Emit an event; a warning of training ("trouble") also goes into the log."""
     if event["event"] == "trouble" and emit is not silent:  # `silent` logs it itself
         log.warning(event["text"])
     emit(event)

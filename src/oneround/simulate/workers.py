@@ -1,6 +1,6 @@
 """Workers train clients: this process, or several beside it, each one client at a time.
 
-On a CPU, small networks train fastest one thread per client and clients side by side; on a GPU clients take turns in this
+On a CPU, small networks train fastest with one thread per client and several clients at once; on a GPU, clients take turns in this
 process. Results do not depend on the worker: every client has its own random generators and a fixed number of threads.
 """
 
@@ -34,14 +34,14 @@ class TrainJob:
 
     client: str
     samples: NDArray[np.int64]
-    """Its samples of the pool's data."""
+    """Indices of its samples in the pool's data."""
     folder: RunFolder
     until: int
     local: Local
     consensus: float = 1.0
     """Spread of the clients' prototypes relative to the first epoch."""
     validation: NDArray[np.int64] | None = None
-    """Samples it holds back, to judge its network by."""
+    """Indices of the samples that it holds back for validation."""
     deadline: float | None = None
     """When to stop between two epochs; the pool sets it."""
 
@@ -70,12 +70,12 @@ class Worker:
             masker=simulated_masker(job.client, broadcast.roster, recipe.seeds.training) if recipe.secure else None,
         )
         upload = train(broadcast, site, job.until, self.emit, self.trainer)
-        last = job.until == broadcast.last_epoch  # a lost snapshot before it is trained again
-        upload.write(folder.upload(job.client), flush=last)
+        last = job.until == broadcast.last_epoch
+        upload.write(folder.upload(job.client), flush=last)  # an earlier upload that is lost is made again
         return job.client
 
     def _read(self, path: Path) -> Broadcast:
-        """The broadcast, read once for all clients that share it; a new version of the file is read again."""
+        """The broadcast, read once for all clients that share it, and again when the file changes."""
         version = path, path.stat().st_mtime_ns
         if self._broadcast is None or self._broadcast[0] != version:
             self._broadcast = version, Broadcast.read(path)
@@ -83,25 +83,25 @@ class Worker:
 
 
 class WorkerPool:
-    """Workers that take jobs, as a context. A pool of one works in this process."""
+    """Workers that take jobs, as a context. A pool of one trains in this process."""
 
     def __init__(self, data: Images, size: int, emit: Emit = silent, deadline: float | None = None) -> None:
         self.data, self.size, self.emit, self.deadline = data, size, emit, deadline
-        self._own: Worker | None = None
+        self._worker: Worker | None = None
         self._pool: ProcessPoolExecutor | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> WorkerPool:
         if self.size == 1:
-            self._own = Worker(self.data, self.emit)
+            self._worker = Worker(self.data, self.emit)
         else:
             shared = Images(self.data.pixels.share_memory_(), self.data.labels.share_memory_())
-            pool = worker_pool(self.size, load_workers(__name__), self.emit, _begin, shared)
+            pool = worker_pool(self.size, load_workers(__name__), self.emit, _start_worker, shared)
             self._pool = self._stack.enter_context(pool)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._own = None
+        self._worker = None
         self._stack.__exit__(*error)
 
     @property
@@ -109,22 +109,22 @@ class WorkerPool:
         return self.deadline is not None and time.time() >= self.deadline
 
     def submit(self, job: TrainJob) -> Future[str]:
-        """Train one client; the future has its name."""
+        """Train one client; the future's result is its name."""
         job = replace(job, deadline=self.deadline)
         if self._pool is not None:
             with hidden_main():
                 return self._pool.submit(_work, job)
-        assert self._own is not None, "the pool is not entered"
+        assert self._worker is not None, "the pool is not entered"
         done: Future[str] = Future()
-        done.set_result(self._own.run(job))
+        done.set_result(self._worker.run(job))
         return done
 
 
 _worker: Worker
-"""The one Worker of a worker process, set by `_begin`."""
+"""The one Worker of a worker process, set by `_start_worker`."""
 
 
-def _begin(events: Any, data: Images) -> None:
+def _start_worker(events: Any, data: Images) -> None:
     """The first call in a worker process of a pool."""
     global _worker
     _worker = Worker(data, events.put)
