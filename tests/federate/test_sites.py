@@ -26,8 +26,8 @@ def test_a_file_is_read_with_paths_and_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("name: a", "give either data .* or for a test share"),
-        ("name: a\ndata: x\nshare: 1", "give either data"),
+        ("name: a", "give data .* or, for a test, share"),
+        ("name: a\ndata: x\nshare: 1", "not both"),
         ("name: a/b\ndata: x", "name = .*a/b"),
         ("name: a\nshare: -1", "share = -1"),
         ("name: a\nshare: 0\nlocal: {thread: 1}", "local.thread = 1.*did you mean 'threads'"),

@@ -50,10 +50,6 @@ class Pace:
     """Longest wait at the end for sites to confirm that they received the verdict."""
 
 
-class NotYetSent(Exception):
-    """A part of a reply is announced but not at the SuperLink."""
-
-
 @dataclass
 class AnnouncedReply:
     """A reply that the SuperLink has announced, of which parts may still be missing."""
@@ -97,7 +93,7 @@ class ReplyPuller:
             return None
         try:
             return self._pull_parts(grid, reply)
-        except NotYetSent:
+        except ObjectUnavailableError:  # announced, and not yet at the SuperLink
             self.announced[message] = reply
             return None
         except ObjectPullError as error:
@@ -112,17 +108,14 @@ class ReplyPuller:
         return None
 
     def _pull_parts(self, grid: HttpGrid, reply: AnnouncedReply) -> Message:
-        """The whole reply; NotYetSent while a part of it is missing."""
+        """The whole reply; ObjectUnavailableError while a part of it is missing."""
         assert grid._run is not None
         client, run_id = grid._runtime_client, grid._run.run_id
         fetch = make_pull_object_fn_protobuf(client.PullObject, grid.node, run_id)
 
         def pull_part(part: str) -> bytes:
-            try:
-                return fetch(part)
-            except ObjectUnavailableError:
-                reply.missing = part
-                raise NotYetSent from None
+            reply.missing = part
+            return fetch(part)
 
         pull_part(reply.missing)  # the last one sent: as long as it is missing, nothing else is pulled
         contents = {part: pull_part(part) for part in reply.parts}

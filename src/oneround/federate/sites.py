@@ -40,7 +40,7 @@ class SiteFile(Strict):
     @model_validator(mode="after")
     def _one_source(self) -> SiteFile:
         if (self.data is None) == (self.share is None):
-            raise ValueError("give either data (a folder, an .npz file or module:function), or for a test share")
+            raise ValueError("give data (a folder, an .npz file or module:function) or, for a test, share; not both")
         return self
 
 

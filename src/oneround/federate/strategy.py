@@ -1,7 +1,6 @@
 """MergeNet's fusion as a Flower strategy, for any Flower app.
 
-After the average, before the broadcast: some arrays of the average attend to arrays of a large network. See
-examples/mergenet_strategy.py.
+Before the average is sent, some of its arrays attend to arrays of a large network. See examples/mergenet_strategy.py.
 """
 
 from __future__ import annotations
@@ -50,27 +49,29 @@ class MergeNet(FedAvg):
             raise ValueError(
                 f"start_round = {start_round}, every = {every}, {len(pairs)} pairs: each must be a whole number, at least 1"
             )
-        odd = next((pair for pair in pairs if isinstance(pair, str) or len(pair) != 2), None)
-        if odd is not None:
-            raise ValueError(f"pairs: {odd!r} must be (student's array, teacher's array)")
+        wrong = next((pair for pair in pairs if isinstance(pair, str) or len(pair) != 2), None)
+        if wrong is not None:
+            raise ValueError(f"pairs: {wrong!r} must be (student's array, teacher's array)")
         if judge is None and accept_if:
             raise ValueError(f"accept_if = {accept_if}: needs judge; give judge too, or leave accept_if out")
         if not math.isfinite(accept_if):
-            raise ValueError(f"accept_if = {accept_if}: must be a number, in what judge gives (0.02: two points)")
-        self.teacher, self.pairs = dict(teacher), [Pair(student=mine, teacher=theirs) for mine, theirs in pairs]
+            raise ValueError(
+                f"accept_if = {accept_if}: must be a number, in the unit of judge's scores (0.02: two points)"
+            )
+        self.teacher, self.pairs = dict(teacher), [Pair(student=name, teacher=other) for name, other in pairs]
         self.start_round, self.every, self.judge, self.accept_if = start_round, every, judge, accept_if
         self.adapter, self.seed, self.device = adapter or Adapter(), seed, torch.device(device)
         self.merger: Merger | None = None
         self.last_round: int | None = None
         self.trace: list[dict[str, Any]] = []
-        """Metrics of every fusion: its error, how far adapter and student moved, whether the fused network was sent."""
+        """Metrics of every fusion: the adapter's error, how far adapter and student moved, whether the fused network was sent."""
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *more: Any, **options: Any) -> Result:
         """As FedAvg's."""
         check_pairs(self.pairs, initial_arrays.to_torch_state_dict(), self.teacher)
         if self.start_round >= num_rounds:
             log.warning(
-                "mergenet: start_round = %d of %d rounds, and after the last nothing is fused: this is plain averaging",
+                "mergenet: start_round = %d of %d rounds, and after the last round nothing is fused: this is plain averaging",
                 self.start_round,
                 num_rounds,
             )
@@ -99,7 +100,7 @@ class MergeNet(FedAvg):
         return ArrayRecord(fused) if entry["accepted"] else arrays, metrics
 
     def _accepts(self, fused: dict[str, Tensor], averaged: dict[str, Tensor], entry: dict[str, Any]) -> bool:
-        """Whether the fused network is sent; if not, `entry` gets the reason."""
+        """Whether the fused network is sent; if not, adds the reason to `entry`."""
         if reason := not_finite(fused, self.adapter):
             entry["reason"] = reason
         elif self.judge is not None:

@@ -1,8 +1,8 @@
 """Flower's SuperLink behind a gate: `python -m oneround.federate.superlink` takes the options of `flower-superlink`.
 
 Flower serves three things on one port: the sites' messages, whose senders are authenticated; the commands of `flwr run` and
-`flwr supernode register`; and the requests of the ServerApp's own process. The last two ask for no key, so anybody who reaches
-the port could start code of their own or register themselves. The gate lets other machines send sites' messages only.
+`flwr supernode register`; and the requests of the ServerApp's own process. The last two need no key, so anybody who reaches
+the port could run code of their own or register a site. The gate accepts only the sites' messages from other machines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-OPEN = ("/v1/fleet/", "/health")
+SITE_PATHS = ("/v1/fleet/", "/health")
 
 
 class Gate:
@@ -25,7 +25,7 @@ class Gate:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not scope["path"].startswith(OPEN) and not _is_local(scope.get("client")):
+        if scope["type"] == "http" and not scope["path"].startswith(SITE_PATHS) and not _is_local(scope.get("client")):
             await PlainTextResponse("only from the server itself", 403)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
@@ -36,8 +36,8 @@ def _is_local(client: tuple[str, int] | None) -> bool:
 
 
 def main() -> None:
-    own = extensions.get_middleware
-    extensions.get_middleware = lambda: (Middleware(Gate), *own())
+    flower_middleware = extensions.get_middleware
+    extensions.get_middleware = lambda: (Middleware(Gate), *flower_middleware())
     flower_superlink()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +42,14 @@ class TrainJob:
     """Spread of the clients' prototypes relative to the first epoch."""
     validation: NDArray[np.int64] | None = None
     """Indices of the samples that it holds back for validation."""
-    deadline: float | None = None
-    """When to stop between two epochs; the pool sets it."""
 
 
 class Worker:
     """Trains one client after another, with one trainer; keeps the last broadcast it read."""
 
-    def __init__(self, data: Images, emit: Emit) -> None:
-        self.data, self.emit, self.trainer = data, emit, Trainer()
+    def __init__(self, data: Images, emit: Emit, deadline: float | None) -> None:
+        """`deadline`: when to stop between two epochs (`time.time()`)."""
+        self.data, self.emit, self.deadline, self.trainer = data, emit, deadline, Trainer()
         self._broadcast: tuple[tuple[Path, int], Broadcast] | None = None
 
     def run(self, job: TrainJob) -> str:
@@ -65,7 +64,7 @@ class Worker:
             folder.state(job.client),
             job.local,
             consensus=job.consensus,
-            deadline=job.deadline,
+            deadline=self.deadline,
             validation=None if validation is None or len(validation) == 0 else self.data.take(validation),
             masker=simulated_masker(job.client, broadcast.roster, recipe.seeds.training) if recipe.secure else None,
         )
@@ -93,10 +92,10 @@ class WorkerPool:
 
     def __enter__(self) -> WorkerPool:
         if self.size == 1:
-            self._worker = Worker(self.data, self.emit)
+            self._worker = Worker(self.data, self.emit, self.deadline)
         else:
             shared = Images(self.data.pixels.share_memory_(), self.data.labels.share_memory_())
-            pool = worker_pool(self.size, load_workers(__name__), self.emit, _start_worker, shared)
+            pool = worker_pool(self.size, load_workers(__name__), self.emit, _start_worker, shared, self.deadline)
             self._pool = self._stack.enter_context(pool)
         return self
 
@@ -110,7 +109,6 @@ class WorkerPool:
 
     def submit(self, job: TrainJob) -> Future[str]:
         """Train one client; the future's result is its name."""
-        job = replace(job, deadline=self.deadline)
         if self._pool is not None:
             with hidden_main():
                 return self._pool.submit(_work, job)
@@ -124,10 +122,10 @@ _worker: Worker
 """The one Worker of a worker process, set by `_start_worker`."""
 
 
-def _start_worker(events: Any, data: Images) -> None:
+def _start_worker(events: Any, data: Images, deadline: float | None) -> None:
     """The first call in a worker process of a pool."""
     global _worker
-    _worker = Worker(data, events.put)
+    _worker = Worker(data, events.put, deadline)
     begin_worker()
 
 
