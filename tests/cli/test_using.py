@@ -12,7 +12,7 @@ from PIL import Image
 from commands import SMALL, bad, good, oneround
 from conftest import small_recipe
 from oneround.analysis.describe import describe
-from oneround.cli.using import _named
+from oneround.cli.using import _model_name
 from oneround.config.load import load, presets
 from oneround.data import Dataset
 from oneround.errors import RecipeError
@@ -115,9 +115,13 @@ def test_a_late_upload_is_fused_in(finished: Path, tmp_path: Path) -> None:
 
 def test_a_model_is_named_after_who_is_left_out_in_any_order_and_number() -> None:
     two = [["client_001", "client_002"], ["client_002", "client_001"]]
-    assert {_named("iffi", each, []) for each in two} == {"iffi-without-client_001-without-client_002"}
+    assert {_model_name("iffi", each, []) for each in two} == {"iffi-without-client_001-without-client_002"}
     many = [f"client_{number:03d}" for number in range(40)]
-    names = {_named("iffi", many, []), _named("iffi", many[:-1], []), _named("iffi", many, [Path("late.safetensors")])}
+    names = {
+        _model_name("iffi", many, []),
+        _model_name("iffi", many[:-1], []),
+        _model_name("iffi", many, [Path("late.safetensors")]),
+    }
     assert len(names) == 3 and all(len(name) < 120 for name in names)
 
 

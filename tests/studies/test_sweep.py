@@ -226,7 +226,7 @@ def test_a_sweep_described_in_a_file(tmp_path: Path) -> None:
     done = oneround(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "[2/2]" in done.stdout and "fafi: " in done.stdout and "minus etf" in done.stdout
-    assert "look again with oneround compare swept --baseline etf\n" in done.stdout
+    assert "show this again with oneround compare swept --baseline etf\n" in done.stdout
     assert len(list((tmp_path / "swept").rglob("result.json"))) == 2
 
 

@@ -42,7 +42,7 @@ _ORDER = [
     "predict",
     "export",
 ]
-"""Of the commands, as help shows them."""
+"""Order of the commands in the help."""
 app.registered_commands.sort(
     key=lambda command: _ORDER.index(str(command.name or getattr(command.callback, "__name__", None)))
 )
@@ -51,9 +51,9 @@ app.registered_commands.sort(
 def main() -> None:
     """Entry point: an error that a user can fix is one line and its exit code."""
     # A command that is terminated ends its workers, as when it is interrupted.
-    for asked in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(asked) != signal.SIG_IGN:  # nohup says to go on when the terminal is closed
-            signal.signal(asked, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: the command outlives its terminal
+            signal.signal(number, _interrupt)
     try:
         app()
     except OneroundError as error:
@@ -68,7 +68,7 @@ def main() -> None:
         _print_error(_reason(error))
         sys.exit(1)
     finally:
-        gc.freeze()  # Python would look through all that PyTorch loaded once more before it ends
+        gc.freeze()  # saves the last garbage collection, which would visit every object that PyTorch loaded
 
 
 _interrupted = False

@@ -47,7 +47,7 @@ def compare(
 ) -> None:  # fmt: skip
     """Say which method is better and whether the difference is real: paired by partition, tested, in words."""
     from oneround.analysis import tables
-    from oneround.analysis.comparison import compare as grouped
+    from oneround.analysis.comparison import compare as compare_runs
     from oneround.analysis.sheets import SUFFIXES, render
     from oneround.files import write_durably
     from oneround.runs.archive import find_runs, keep
@@ -63,7 +63,7 @@ def compare(
         "gradients": lambda group: [tables.gradients_sheet(group)],
     }
     records = find_runs(runs)
-    groups = grouped(records, baseline, rule, common=common, only=methods or ())
+    groups = compare_runs(records, baseline, rule, common=common, only=methods or ())
     sheets = [sheet for group in groups for sheet in makers[layout](group)]
     if not sheets:
         raise RecipeError("none of these runs has a λ (alignment); --layout methods or rounds")
@@ -102,15 +102,15 @@ def sweep(
     baseline: Annotated[str | None, typer.Option("--baseline", help="Method the others are compared with.")] = None,
 ) -> None:  # fmt: skip
     """Run a grid of methods × α × partitions × seeds × any recipe key; resumable, side by side, with a time budget."""
-    from oneround.analysis.comparison import compare as grouped
+    from oneround.analysis.comparison import compare as compare_runs
     from oneround.analysis.tables import methods_sheet
     from oneround.cli.progress import SweepLive
     from oneround.runs.archive import find_runs
     from oneround.studies.sweep import Grid, cells, read_grid
     from oneround.studies.sweep import sweep as run_all
 
-    described = len(methods) == 1 and _describes_a_sweep(Path(methods[0]))
-    raw: dict[str, Any] = read_grid(methods[0]) if described else {"methods": methods}
+    from_file = len(methods) == 1 and _is_sweep_file(Path(methods[0]))
+    raw: dict[str, Any] = read_grid(methods[0]) if from_file else {"methods": methods}
     axes = {"alpha": alpha, "partitions": partitions, "seeds": seeds}
     raw |= {key: _values(key, text) for key, text in axes.items() if text is not None}
     raw["grid"] = {**raw.get("grid", {}), **_axes(grid or [])}
@@ -122,33 +122,33 @@ def sweep(
         with SweepLive(out) as live:
             progress = run_all(grid_cells, folder, minutes=minutes, workers=workers, ray=ray, emit=live.emit)
     except KeyboardInterrupt:
-        raise Interrupted("interrupted; what is done is kept, the same command goes on") from None
+        raise Interrupted("interrupted; what is done is kept, the same command resumes") from None
     if progress.left:
-        print_line(f"{len(progress.left)} cells are left, the time is over; the same command goes on.")
+        print_line(f"{len(progress.left)} cells are left, the time is over; the same command resumes.")
     if progress.done:
         runs = find_runs([folder / name for name in progress.done])
         common = bool(progress.left or progress.failed)
-        baseline = baseline or grouped(runs, common=common)[0].baseline.method
-        _print_sheets(methods_sheet(group, 1.0) for group in grouped(runs, baseline, common=common))
-        again = shlex.join(["oneround", "compare", str(folder), "--baseline", baseline, *["--common"] * common])
-        print_line(f"Everything is in {folder}/; look again with {again}")
+        baseline = baseline or compare_runs(runs, common=common)[0].baseline.method
+        _print_sheets(methods_sheet(group, 1.0) for group in compare_runs(runs, baseline, common=common))
+        command = shlex.join(["oneround", "compare", str(folder), "--baseline", baseline, *["--common"] * common])
+        print_line(f"Everything is in {folder}/; show this again with {command}")
     if progress.failed:
         raise RunError("\n".join(f"{name}: {text}" for name, text in progress.failed.items()))
 
 
-def _describes_a_sweep(path: Path) -> bool:
-    """Whether this is the file of a sweep and not of a recipe."""
-    form = "a recipe is a YAML mapping (extends: fafi, …), that of a sweep has methods: [...]"
+def _is_sweep_file(path: Path) -> bool:
+    """Whether this is the YAML file of a sweep and not of a recipe."""
+    form = "a recipe is a YAML mapping (extends: fafi, …), a sweep one with methods: [...]"
     return path.is_file() and path.suffix in (".yaml", ".yml") and "methods" in read_mapping(path, form)
 
 
 def _values(key: str, text: str) -> Any:
-    """`1-5` as it is, `1,2,7` as a list."""
+    """The values of an axis: `1-5` as it is, `1,2,7` as a list."""
     return text if "-" in text and "," not in text else read_yaml(f"[{text}]", f"--{key}")
 
 
 def _axes(texts: Iterable[str]) -> dict[str, list[Any]]:
-    """`--grid` options: recipe keys with the values to try."""
+    """The `--grid` options: recipe key → values to try."""
     axes: dict[str, list[Any]] = {}
     for text in texts:
         key, _, values = text.partition("=")

@@ -26,13 +26,13 @@ COLOURS = {"problem": "bold red", "warning": "yellow", "note": "cyan"}
 @app.command()
 def diagnose(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder; finished, stopped or still training.")],
-    deep: Annotated[bool, typer.Option("--deep", help="Also let every upload's encoder see the test images: effective rank, NC1, NC2.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Also measure the features of every upload's encoder on the test images: effective rank, NC1, NC2.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:  # fmt: skip
     """Say what went wrong in a run: client, epoch, value, the threshold it crossed, and what to do."""
-    from oneround.analysis.diagnosis.diagnose import diagnose as look
+    from oneround.analysis.diagnosis.diagnose import diagnose as run_diagnosis
 
-    diagnosis = look(folder, deep=deep)
+    diagnosis = run_diagnosis(folder, deep=deep)
     if as_json:
         typer.echo(json.dumps({"run": str(folder), **diagnosis.plain()}, ensure_ascii=False, indent=1))
         return
@@ -54,10 +54,12 @@ def diagnose(
 
 def _summary(folder: Path, diagnosis: Diagnosis) -> str:
     run = diagnosis.run
-    done = [max(by_epoch) for by_epoch in run.measurements.epochs.values()]
-    far = f"{min(done)}" if len(set(done)) == 1 else f"{min(done)} to {max(done)}" if done else "0"
+    last = [max(by_epoch) for by_epoch in run.measurements.epochs.values()] or [0]
+    epochs = f"{min(last)}" if min(last) == max(last) else f"{min(last)} to {max(last)}"
     number = plural(len(diagnosis.findings), "finding") if diagnosis.findings else "no findings"
-    return f"{folder}: {run.recipe.method}, {len(run.trained)} clients, {far} of {run.recipe.epochs} epochs; {number}"
+    return (
+        f"{folder}: {run.recipe.method}, {len(run.trained)} clients, {epochs} of {run.recipe.epochs} epochs; {number}"
+    )
 
 
 def _lines(findings: Iterable[Finding]) -> Iterable[str]:

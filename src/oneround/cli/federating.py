@@ -15,15 +15,16 @@ from oneround.cli.options import (
     DataDirOption,
     DataOption,
     DeviceOption,
+    EpochsOption,
     RecipeArgument,
     SeedOption,
     SetOption,
     SiteSetOption,
     app,
     make_recipe,
-    out,
     print_line,
 )
+from oneround.cli.running import print_result
 from oneround.config.recipe import Recipe
 from oneround.errors import DataError, RecipeError
 
@@ -50,19 +51,19 @@ def server(
     recipe: RecipeArgument,
     keys: KeysOption = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Where sites reach it.")] = 9092,
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")] = 9092,
     data_dir: DataDirOption = None,
     device: DeviceOption = None,
     folder: OutOption = None,
     insecure: InsecureOption = False,
     sets: SetOption = None,
 ) -> None:
-    """Serve one federation: send the broadcast, take one upload from every site, fuse them. Started again it goes on."""
+    """Serve one federation: send the broadcast, take one upload from every site, fuse them. Started again, it resumes."""
     _need_flower()
     from oneround.federate.keys import KeyFolder
     from oneround.federate.launch import run_server
 
-    resolved = make_recipe(recipe, data_dir=data_dir, changes={"local.device": device}, sets=sets)
+    resolved = make_recipe(recipe, data_dir=data_dir, device=device, sets=sets)
     run_folder = folder or _new_folder(resolved)
     if (keys is None) != insecure:
         raise RecipeError(
@@ -74,7 +75,7 @@ def server(
 
 @federate.command()
 def client(
-    server: Annotated[str, typer.Option("--server", help="Where the server listens.", metavar="HOST:PORT")],
+    server: Annotated[str, typer.Option("--server", help="Address of the server.", metavar="HOST:PORT")],
     data: Annotated[
         str | None, typer.Option("--data", help="A folder of images by class, an .npz file, or module:function.")
     ] = None,
@@ -100,10 +101,10 @@ def client(
     if (keys is None) != insecure:
         raise RecipeError("give --keys FOLDER (ca.crt and this site's key), or --insecure for a server on this machine")
     key_folder = KeyFolder(keys) if keys else None
-    named = name or _only_key(key_folder, site)
-    described = _site(site, {"data": data, "name": named, "folder": folder, "local.device": device}, sets)
-    run_client(described, server, key_folder, _print_indented)
-    print_line(f"{described.name}: done")
+    options = {"data": data, "name": name or _only_key(key_folder, site), "folder": folder, "local.device": device}
+    site_file = _site_file(site, options, sets)
+    run_client(site_file, server, key_folder, _print_indented)
+    print_line(f"{site_file.name}: done")
 
 
 @federate.command()
@@ -113,7 +114,7 @@ def local(
     data_dir: DataDirOption = None,
     clients: ClientsOption = None,
     alpha: AlphaOption = None,
-    epochs: Annotated[int | None, typer.Option("--epochs", help="Local epochs before the one upload.")] = None,
+    epochs: EpochsOption = None,
     seed: SeedOption = None,
     device: DeviceOption = None,
     folder: OutOption = None,
@@ -123,13 +124,8 @@ def local(
     _need_flower()
     from oneround.federate.launch import run_local
 
-    changes = {
-        "partition.clients": clients,
-        "partition.alpha": alpha,
-        "training.epochs": epochs,
-        "local.device": device,
-    }
-    resolved = make_recipe(recipe, data=data, data_dir=data_dir, seed=seed, changes=changes, sets=sets)
+    short = {"clients": clients, "alpha": alpha, "epochs": epochs, "device": device}
+    resolved = make_recipe(recipe, data=data, data_dir=data_dir, seed=seed, sets=sets, **short)
     run_folder = folder or _new_folder(resolved)
     run_local(resolved, run_folder, _print_indented)
     _print_result(run_folder)
@@ -137,7 +133,7 @@ def local(
 
 @federate.command(name="keys")
 def make_keys(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write them; what is there stays.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write them; existing files stay.")],
     hosts: Annotated[list[str] | None, typer.Option("--host", help="Name or address sites reach the server by: makes CA and certificate.")] = None,
     sites: Annotated[list[str] | None, typer.Option("--site", help="Name of a site: makes its key pair.")] = None,
     days: Annotated[int, typer.Option("--days", min=1, max=36500, help="How long certificates are valid.")] = 825,
@@ -154,7 +150,7 @@ def make_keys(
     for path in written:
         print_line(f"{path}   secret" if path.suffix == ".key" else str(path))
     explanation = "ca.key stays with whoever runs the federation; a site needs ca.crt and its own key."
-    print_line(explanation if written else "all there already", wrap=True)
+    print_line(explanation if written else "all of them exist already", wrap=True)
 
 
 def _print_indented(line: str) -> None:
@@ -166,25 +162,19 @@ def _new_folder(recipe: Recipe) -> Path:
 
 
 def _print_result(run_folder: Path) -> None:
-    """The table of a finished run, as `oneround run` shows it."""
-    from oneround.analysis.terminal import score_table
     from oneround.runs.result import Result
 
-    result = Result.read(run_folder)
-    if result.rules:
-        out.print(score_table(result.rules, result.clients))
-    for remark in result.remarks:
-        print_line(f"note: {remark}", wrap=True)
+    print_result(Result.read(run_folder))
     print_line(f"Everything is in {run_folder}/")
 
 
 def _only_key(keys: KeyFolder | None, site: Path | None) -> str | None:
-    """The name of the only private key, which is the site's where none is given."""
+    """The name of the only private key in the folder: the site's, unless another name is given."""
     own = sorted(file.stem for file in (keys.path / "sites").glob("*.key")) if keys and not site else []
     return own[0] if len(own) == 1 else None
 
 
-def _site(path: Path | None, options: dict[str, Any], sets: list[str] | None) -> SiteFile:
+def _site_file(path: Path | None, options: dict[str, Any], sets: list[str] | None) -> SiteFile:
     """The site file with the command line on top."""
     from oneround.config.load import assign, checked, parse_override, read_mapping
     from oneround.federate.sites import SiteFile

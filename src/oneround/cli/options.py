@@ -41,13 +41,14 @@ DataOption = Annotated[
     ),
 ]
 DataDirOption = Annotated[
-    Path | None, typer.Option("--data-dir", help="Where the data files lie (otherwise the cache, filled by download).")
+    Path | None, typer.Option("--data-dir", help="Folder of the data files; otherwise the cache, filled by download.")
 ]
 ClientsOption = Annotated[int | None, typer.Option("--clients", help="Number of clients.")]
 AlphaOption = Annotated[float | None, typer.Option("--alpha", help="Dirichlet α: 0.05 is very skewed, 100 even.")]
 PartitionOption = Annotated[
     str | None, typer.Option("--partition", help="dirichlet, dirichlet-overlap, shards, iid, quantity-skew or natural.")
 ]
+EpochsOption = Annotated[int | None, typer.Option("--epochs", help="Local epochs before the one upload.")]
 SeedOption = Annotated[
     int | None, typer.Option("--seed", help="Sets the partition, initialisation and training seeds together.")
 ]
@@ -64,7 +65,7 @@ SiteSetOption = Annotated[
 
 
 def finite(option: typer.CallbackParam, value: Any) -> Any:
-    """Refuse numbers that are not finite: `nan` is within every limit."""
+    """Refuse numbers that are not finite: `nan` passes every minimum and maximum."""
     for each in value if isinstance(value, list) else [value]:
         if each is not None and not math.isfinite(each):
             raise RecipeError(f"{option.opts[0]} {each}: must be a number")
@@ -78,16 +79,27 @@ InterestOption = Annotated[
 ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="A saved model, or a run folder.")]
 
 
+KEYS = {
+    "partition": "partition.kind",
+    "clients": "partition.clients",
+    "alpha": "partition.alpha",
+    "model": "model.encoder.kind",
+    "epochs": "training.epochs",
+    "device": "local.device",
+}
+"""Short options → the recipe keys that they set."""
+
+
 def make_recipe(
     source: str,
     *,
     data: str | None = None,
     data_dir: Path | None = None,
     seed: int | None = None,
-    changes: dict[str, Any] | None = None,
     sets: list[str] | None = None,
+    **short: Any,
 ) -> Recipe:
-    """A recipe with the command line's short options, then `--set`, on top."""
+    """A recipe with the command line's short options (`short`: those in `KEYS`), then `--set`, on top."""
     import oneround.catalog  # noqa: F401 — brings PyTorch, so not before it is needed
 
     overrides: list[tuple[str, Any]] = data_overrides(data) if data is not None else []
@@ -95,13 +107,13 @@ def make_recipe(
         overrides.append(("local.data_path", str(data_dir)))
     if seed is not None:
         overrides += [(f"seeds.{name}", seed) for name in ("partition", "initialisation", "training")]
-    overrides += [(key, value) for key, value in (changes or {}).items() if value is not None]
+    overrides += [(KEYS[name], value) for name, value in short.items() if value is not None]
     overrides += [parse_override(text) for text in sets or []]
     return load(source, overrides)
 
 
 def data_overrides(data: str) -> list[tuple[str, Any]]:
-    """`--data` takes the name of a data set, an .npz file, or a folder of images."""
+    """Recipe keys for `--data`: the name of a data set, an .npz file, or a folder of images."""
     from oneround.data import datasets
 
     if data in datasets.kinds:

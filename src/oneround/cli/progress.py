@@ -19,7 +19,7 @@ from rich.progress import (
 from oneround.cli.options import print_line
 from oneround.formatting import duration
 
-LONG = 10  # seconds of scoring that are worth a line
+LONG = 10  # seconds of scoring that are reported
 
 
 class _Display:
@@ -74,9 +74,9 @@ class Live(_Display):
         elif kind in ("trouble", "prepare"):
             self.print_line(f"  {self._name(event)}{event['text']}")
         elif kind == "scoring":
-            self._now(event, "scoring")
+            self._describe(event, "scoring")
         elif kind == "snapshot":
-            self._now(event, "training")
+            self._describe(event, "training")
             self._print_scoring_time(event)
             if self.every_snapshot or event["epoch"] == self.epochs:
                 best = sorted(event["accuracy"].items(), key=lambda item: -item[1])
@@ -96,13 +96,13 @@ class Live(_Display):
         self.current = self.bars.add_task(f"{self._name(event)}training", total=event["steps"])
         self.started, self.time_printed, self.scoring_printed = None, False, False
 
-    def _now(self, event: dict[str, Any], doing: str) -> None:
-        """Show what the run is doing, before its bar."""
+    def _describe(self, event: dict[str, Any], activity: str) -> None:
+        """Show in front of the bar what the run is doing."""
         if self.current is not None:
-            self.bars.update(self.current, description=f"{self._name(event)}{doing}")
+            self.bars.update(self.current, description=f"{self._name(event)}{activity}")
 
     def _advance(self, event: dict[str, Any]) -> None:
-        """Advance the bar by the steps of an event, without those of the same epoch that it has already."""
+        """Advance the bar by an event's steps, less those of the same epoch that were counted before."""
         client = event["client"]
         task = self.central if client == "centralised" else self.current
         if task is None:
@@ -117,7 +117,7 @@ class Live(_Display):
         self._print_time_left(task)
 
     def _print_time_left(self, task: TaskID) -> None:
-        """Once a few steps are done, say how long the run will take; needed where no bar is drawn."""
+        """Print once, after a few steps, how long the run will take: outside a terminal there is no bar to show it."""
         bar = self.bars.tasks[task]
         if self.time_printed or task != self.current or not bar.total:
             return
@@ -130,7 +130,7 @@ class Live(_Display):
             self.print_line(f"  about {duration(elapsed * (bar.total - bar.completed) / done)} left at this pace")
 
     def _print_scoring_time(self, event: dict[str, Any]) -> None:
-        """Say once how long scoring takes, if that is long: the time left does not include it."""
+        """Print once how long scoring takes, if that is long: the time left does not include it."""
         if not self.scoring_printed and event["seconds"] > LONG and event["left"]:
             self.scoring_printed = True
             took, more = duration(event["seconds"]), duration(event["seconds"] * event["left"])
@@ -144,11 +144,11 @@ class Live(_Display):
 
 
 class SweepLive(_Display):
-    """The display of a sweep: cells done, what each worker is at, a line for every cell that ends."""
+    """The display of a sweep: cells done, a bar for every cell that is running, a line for every cell that ends."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self.all: TaskID | None = None
+        self.cells: TaskID | None = None
         self.total = self.done = 0
         self.tasks: dict[str, TaskID] = {}
 
@@ -157,7 +157,7 @@ class SweepLive(_Display):
         kind, cell = event["event"], event.get("cell", "")
         if kind == "sweep":
             self.total, self.done = event["cells"], event["done"]
-            self.all = self.bars.add_task("cells", total=self.total, completed=self.done)
+            self.cells = self.bars.add_task("cells", total=self.total, completed=self.done)
             self.print_line(f"{self.total} cells, {self.done} done already" if self.done else f"{self.total} cells")
         elif kind == "plan":
             self.tasks[cell] = self.bars.add_task(f"  {cell}", total=event["steps"])
@@ -174,8 +174,8 @@ class SweepLive(_Display):
         if event["state"] == "stopped":
             return
         self.done += event["state"] == "done"
-        if self.all is not None:
-            self.bars.update(self.all, completed=self.done)
+        if self.cells is not None:
+            self.bars.update(self.cells, completed=self.done)
         best = sorted(event.get("accuracy", {}).items(), key=lambda item: -item[1])
         text = event.get("text") or ", ".join(f"{rule} {100 * value:.1f}" for rule, value in best[:3])
         self.print_line(f"[{self.done}/{self.total}] {event['name']}: {text}")

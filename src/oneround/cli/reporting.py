@@ -20,9 +20,9 @@ def report(
     """Write one HTML file about a run or a sweep: charts, comparison, findings; it opens offline."""
     from oneround.files import write_durably
     from oneround.formatting import format_bytes
-    from oneround.report import report as page
+    from oneround.report import report as render
 
     file = target / "report.html" if target.is_dir() else target
-    raw = page(runs, baseline, interest).encode()
+    raw = render(runs, baseline, interest).encode()
     write_durably(file, raw)
     print_line(f"written to {file} ({format_bytes(len(raw))})")

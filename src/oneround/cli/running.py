@@ -17,6 +17,7 @@ from oneround.cli.options import (
     DataDirOption,
     DataOption,
     DeviceOption,
+    EpochsOption,
     PartitionOption,
     RecipeArgument,
     SeedOption,
@@ -32,9 +33,10 @@ from oneround.processes import load_workers, may_use_workers
 
 if TYPE_CHECKING:
     from oneround.analysis.diagnosis import Finding
+    from oneround.runs.result import Result
 
 WORKERS = "oneround.simulate.workers"
-"""Named, not imported: this process has not loaded PyTorch yet when the workers' process begins to."""
+"""Named, not imported: the process that workers are forked from starts before this one loads PyTorch."""
 
 
 @app.command()
@@ -81,14 +83,14 @@ def run(
     model: Annotated[
         str | None, typer.Option("--model", help="cnn, resnet18, resnet34, resnet50 or mobilenet-v2.")
     ] = None,
-    epochs: Annotated[int | None, typer.Option("--epochs", help="Local epochs before the one upload.")] = None,
+    epochs: EpochsOption = None,
     fusion: Annotated[
         str | None, typer.Option("--fusion", help="The rule that makes the model; the preset's others are scored too.")
     ] = None,
     seed: SeedOption = None,
     device: DeviceOption = None,
     folder: Annotated[
-        Path | None, typer.Option("--out", help="Run folder; otherwise named after the recipe, under runs/.")
+        Path | None, typer.Option("--out", help="Run folder; otherwise one under runs/ that is named after the recipe.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on where an earlier run in the same folder was stopped.")
@@ -97,21 +99,20 @@ def run(
 ) -> None:
     """Run a method: all clients on this machine, one upload each, every fusion rule of the recipe scored."""
     if may_use_workers(device):
-        load_workers(WORKERS)  # beside all that follows, which loads PyTorch here
+        load_workers(WORKERS)  # in parallel to the imports here, which load PyTorch
     from oneround.analysis.diagnosis.diagnose import LiveDiagnosis
-    from oneround.analysis.terminal import score_table
     from oneround.cli.progress import Live
     from oneround.simulate import run as simulate
 
-    changes = {
-        "partition.kind": partition,
-        "partition.clients": clients,
-        "partition.alpha": alpha,
-        "model.encoder.kind": model,
-        "training.epochs": epochs,
-        "local.device": device,
+    short = {
+        "partition": partition,
+        "clients": clients,
+        "alpha": alpha,
+        "model": model,
+        "epochs": epochs,
+        "device": device,
     }
-    resolved = make_recipe(recipe, data=data, data_dir=data_dir, seed=seed, changes=changes, sets=sets)
+    resolved = make_recipe(recipe, data=data, data_dir=data_dir, seed=seed, sets=sets, **short)
     if fusion is not None:
         named: list[str | dict[str, Any]] = [part.dump() for part in resolved.fusion if part.kind == fusion]
         others = [part.dump() for part in resolved.fusion if part.kind != fusion]
@@ -127,7 +128,19 @@ def run(
 
         result = simulate(resolved, folder, resume=resume, emit=LiveDiagnosis(folder, on_finding, live.emit))
     out.print()
-    out.print(score_table(result.rules, result.clients))
+    print_result(result)
+    print_line(f"{time.monotonic() - started:.0f} s. Everything is in {folder}/")
+    print_line("  accuracy.png  partition.png  result.json  metrics.jsonl  model/  uploads/")
+    print_line(f"  oneround diagnose {folder}   what went wrong, if anything")
+    print_line(f"  oneround report {folder}     everything in one page")
+
+
+def print_result(result: Result) -> None:
+    """Print the table of a finished run, what was chosen on validation images, and the remarks."""
+    from oneround.analysis.terminal import score_table
+
+    if result.rules:
+        out.print(score_table(result.rules, result.clients))
     mixes = ", ".join(f"{name} {100 * value:.1f}" for name, value in result.personalised.items())
     if mixes:
         print_line(f"on each client's own mix of classes, mean: {mixes}", wrap=True)
@@ -138,10 +151,6 @@ def run(
         )
     for remark in result.remarks:
         print_line(f"note: {remark}", wrap=True)
-    print_line(f"{time.monotonic() - started:.0f} s. Everything is in {folder}/")
-    print_line("  accuracy.png  partition.png  result.json  metrics.jsonl  model/  uploads/")
-    print_line(f"  oneround diagnose {folder}   what went wrong, if anything")
-    print_line(f"  oneround report {folder}     everything in one page")
 
 
 def _run_name(recipe: Recipe) -> str:
@@ -168,8 +177,8 @@ def show_partition(
     from oneround.server.plan import deal
 
     picture = picture_file(picture, "partition.png")
-    changes = {"partition.kind": partition, "partition.clients": clients, "partition.alpha": alpha}
-    resolved = make_recipe(recipe, data=data, data_dir=data_dir, seed=seed, changes=changes, sets=sets)
+    short = {"partition": partition, "clients": clients, "alpha": alpha}
+    resolved = make_recipe(recipe, data=data, data_dir=data_dir, seed=seed, sets=sets, **short)
     dataset = load_dataset(resolved.data, resolved.local.data_path)
     dataset, split = deal(resolved, dataset)
     title = f"{dataset.name}, {resolved.partition.label}, seed {resolved.seeds.partition}"

@@ -1,4 +1,4 @@
-"""Commands that use what a run left, and the list of methods: fuse, evaluate, predict, export, methods."""
+"""Commands that use a run's uploads and models, and the list of methods: fuse, evaluate, predict, export, methods."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def fuse(
         list[str] | None, typer.Option("--set", help="An option of the rule: --set beta=2", metavar="KEY=VALUE")
     ] = None,
 ) -> None:
-    """Fuse uploads that are already there: by one rule (the model is written) or by all (they are compared)."""
+    """Fuse a run's uploads again: by one rule, whose model is written, or by all rules, which are compared."""
     from oneround import acts
     from oneround.analysis.terminal import score_table
     from oneround.data import load_dataset
@@ -90,11 +90,11 @@ def fuse(
     options = dict(parse_override(text) for text in sets or [])
     if "kind" in options:
         raise RecipeError(f"--set kind={options['kind']}: the rule is named with --rule")
-    chosen = _every_rule() if rule == "all" else [rules.of(parse_part("fusion", {"kind": rule, **options}))]
+    candidates = _every_rule() if rule == "all" else [rules.of(parse_part("fusion", {"kind": rule, **options}))]
     dataset = load_dataset(recipe.data, recipe.local.data_path)
     site = plan_run(recipe, dataset).server(folder)
     usable: dict[str, Rule] = {}
-    for candidate in chosen:
+    for candidate in candidates:
         why, fix = _obstacle(candidate, uploads.broadcast)
         if rule == "all" and candidate.needs.public and site.data is None:
             why = why or "the server has no public images"
@@ -111,14 +111,14 @@ def fuse(
     elif rule == "all":
         raise DataError(f"{folder}: no test images here to compare rules on; name one with --rule, or give --data-dir")
     if rule != "all":
-        written = target or folder / "fused" / _named(rule, without or (), late or ())
+        model_folder = target or folder / "fused" / _model_name(rule, without or (), late or ())
         ((label, single),) = usable.items()
-        (models.get(label) or acts.fuse(uploads, uploads.broadcast, site, single)).save(written)
-        print_line(f"model written to {written}/")
+        (models.get(label) or acts.fuse(uploads, uploads.broadcast, site, single)).save(model_folder)
+        print_line(f"model written to {model_folder}/")
 
 
 def _every_rule() -> list[Rule]:
-    """Every registered rule with its default options; one that has an option without a default is left out with a remark."""
+    """Every registered rule with its default options; one that has an option without a default is left out, with a message."""
     from oneround.fusion import rules
 
     with_defaults = []
@@ -132,7 +132,7 @@ def _every_rule() -> list[Rule]:
 
 
 def _obstacle(rule: Rule, broadcast: Broadcast) -> tuple[str, str]:
-    """Why a rule cannot fuse uploads to this broadcast, and what to do; both empty where it can."""
+    """Why a rule cannot fuse uploads for this broadcast, and what to do; both empty if it can."""
     from oneround import acts
 
     missing = acts.missing_inputs(rule, broadcast)
@@ -145,7 +145,7 @@ def _obstacle(rule: Rule, broadcast: Broadcast) -> tuple[str, str]:
 
 
 def _epochs_of(uploads: Sequence[Path]) -> list[int]:
-    """The epochs that uploads are of, in order, from their manifests; a damaged upload is refused when it is fused."""
+    """The epochs of uploads, sorted and without repeats; a damaged upload is skipped here and refused when it is fused."""
     from oneround.protocol import blob
 
     epochs = set()
@@ -155,8 +155,8 @@ def _epochs_of(uploads: Sequence[Path]) -> list[int]:
     return sorted(epochs)
 
 
-def _named(rule: str, without: Sequence[str], late: Sequence[Path]) -> str:
-    """The folder name of a model: its rule, and whose uploads were left out or added."""
+def _model_name(rule: str, without: Sequence[str], late: Sequence[Path]) -> str:
+    """Folder name of a fused model: its rule, and whose uploads were left out or added."""
     others = sorted({f"-without-{name}" for name in without} | {f"-with-{path.stem}" for path in late})
     name = rule + "".join(others)
     return name if len(name.encode()) < 120 else f"{rule}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
@@ -285,7 +285,7 @@ def methods(
 
 
 def load_model(folder: Path, plugins: list[str] | None, *, streamed: bool = False) -> GlobalModel:
-    """A model folder, or the model in a run folder (whose recipe names the plug-ins it needs)."""
+    """The model in a model folder or in a run folder, whose recipe names the plug-ins it needs; `plugins` are loaded first."""
     from oneround.global_model import GlobalModel
     from oneround.runs.folder import RunFolder
 
