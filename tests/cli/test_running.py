@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 
 from commands import SMALL, bad, good
 from oneround.cli import app
+from oneround.cli.running import print_result
 from oneround.config.load import load
+from oneround.runs.result import Result
 
 
 def test_run_leaves_a_resolved_recipe_with_what_was_asked(finished: Path) -> None:
@@ -176,3 +178,15 @@ def test_no_picture_that_a_command_draws_is_tracked() -> None:
     assert "/partition.png" in (root / ".gitignore").read_text().split()
     tracked = subprocess.run(["git", "ls-files", "*.png"], cwd=root, capture_output=True, text=True, check=False)
     assert [name for name in tracked.stdout.split() if "/" not in name] == []
+
+
+def test_a_result_is_printed_with_what_was_chosen_and_the_remarks(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same for a run and for a federation, whose server may have no images to score on."""
+    curves, validation = {"iffi": {1: 0.8, 2: 0.9}}, {"iffi": {1: 0.7, 2: 0.6}}
+    rules, clients, personal = {"iffi": 0.9}, {"client_000": 0.5}, {"iffi": 0.75}
+    print_result(Result(Path("run"), rules, clients, curves, validation, "digest", ("one is missing",), personal))
+    printed = capsys.readouterr().out
+    assert "90.00" in printed and "client_000 alone" in printed and "mix of classes, mean: iffi 75.0" in printed
+    assert "iffi at epoch 1, 80.00 % (on validation 70.00 %)" in printed and "note: one is missing" in printed
+    print_result(Result(Path("run"), {}, {}, {}, {}, "digest", ("one is missing",)))
+    assert capsys.readouterr().out == "note: one is missing\n"
