@@ -15,7 +15,8 @@ SOURCES = sorted(
 DIALECT = {"told", "said", "place", "held", "there", "crew", "aside"}
 OLD_MODULES = {
     "reading", "crew", "closing", "finished", "layouts", "rails", "memory", "summing", "sound", "words", "sinks", "claims", "reveal",
-    "start", "leaves", "again", "reception", "operating", "carrying", "pairing", "observe", "learning",
+    "start", "leaves", "again", "reception", "operating", "carrying", "pairing", "observe", "learning", "train_aside", "alone", "desk",
+    "job", "seen", "found", "wanted", "given", *DIALECT,
 }  # fmt: skip
 PLUGIN_LOADERS = {"config/parts.py"}
 
@@ -30,11 +31,17 @@ def identifiers(tree: ast.AST) -> Iterator[str]:
                 yield name
             case ast.keyword(arg=str(name)) | ast.alias(asname=str(name)):
                 yield name
+            case ast.alias(name=name):
+                yield from name.split(".")
+            case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                yield name
+            case ast.MatchMapping(rest=str(name)):
+                yield name
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_are_the_field_s(path: Path) -> None:
-    found = DIALECT & set(identifiers(ast.parse(path.read_text(encoding="utf-8"))))
+    found = DIALECT & {name.lower() for name in identifiers(ast.parse(path.read_text(encoding="utf-8")))}
     assert not found, f"{path.relative_to(ROOT)} has identifiers called {', '.join(sorted(found))}"
 
 
@@ -59,6 +66,12 @@ def test_the_check_of_names_finds_each_kind_of_name() -> None:
         "class crew: 0",
         "f(there=1)",
         "import a as aside",
+        "from a import told",
+        "import a.held",
+        "try: 0\nexcept OSError as said: 0",
+        "match x:\n case place: 0",
+        "match x:\n case [*there]: 0",
+        "match x:\n case {1: 2, **told}: 0",
     ):
         assert DIALECT & set(identifiers(ast.parse(text))), text
 
@@ -67,6 +80,11 @@ def test_no_module_has_its_old_name() -> None:
     package = ROOT / "src" / "oneround"
     names = {part for path in package.rglob("*.py") for part in path.relative_to(package).with_suffix("").parts}
     assert not names & OLD_MODULES
+    assert not {f"{name}.py" for name in ("folder", "runs", "finished", "closing")} & {
+        path.name for path in package.glob("*")
+    }
+    tested = {path.stem.removeprefix("test_") for path in (ROOT / "tests").rglob("*.py")}
+    assert not tested & OLD_MODULES
 
 
 def test_nothing_but_plugins_is_imported_by_name() -> None:

@@ -10,16 +10,20 @@ import pytest
 import torch
 
 from conftest import run_in_parts, small_recipe
+from federation import NOW
+from inprocess import InProcess
 from oneround import acts
 from oneround.config.recipe import Recipe
 from oneround.data import Dataset
 from oneround.errors import RecipeError
+from oneround.federate.server_app import serve
 from oneround.fusion.average import average_weights
 from oneround.protocol import Broadcast, Upload
 from oneround.runs.folder import RunFolder
 from oneround.server.plan import DealtPlan
 from oneround.simulate import run
 from oneround.site import Site
+from run_files import final
 
 
 def fedavg(**changes: Any) -> Recipe:
@@ -66,6 +70,22 @@ def test_stopped_at_any_epoch_and_resumed_it_ends_the_same(digits: Dataset, tmp_
     assert run_in_parts(recipe, tmp_path / "parts", digits) >= 6
     whole, parts = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts"))
     assert whole == parts
+
+
+@pytest.mark.slow
+def test_a_second_round_is_the_same_undisturbed_resumed_and_federated(digits: Dataset, tmp_path: Path) -> None:
+    """Progressive anchors begin at the prototypes of this round's broadcast, in whichever process a client goes on."""
+    recipe = small_recipe(
+        "etf-progressive", rounds=2, training__epochs=2, partition__clients=2, partition__alpha=1.0, fusion=["average"],
+        snapshots=0, local__workers=1, local__checkpoint_seconds=0.0,
+    )  # fmt: skip
+    run(recipe, tmp_path / "whole", data=digits)
+    assert run_in_parts(recipe, tmp_path / "parts", digits) >= 3
+    sites = {node: {"partition-id": node, "num-partitions": 2} for node in range(2)}
+    serve(InProcess(sites), recipe, tmp_path / "federated", NOW)
+    whole, parts, federated = (final(tmp_path / name) for name in ("whole", "parts", "federated"))
+    assert whole == parts
+    assert (whole["uploads"], whole["rules"]) == (federated["uploads"], federated["rules"])
 
 
 def test_some_clients_are_drawn_anew_every_round(digits: Dataset, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,8 +27,15 @@ from oneround.simulate import run
 from run_files import final, timeless
 
 
-def test_how_many_clients_run_at_once_does_not_matter(digits: Dataset, tmp_path: Path) -> None:
-    recipe = small_recipe(training__epochs=2, snapshots=1)
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [("fafi", {"snapshots": 1}), ("etf-progressive", {"rounds": 2, "fusion": ["average"], "partition__clients": 3})],
+    ids=["one round", "two rounds"],
+)
+def test_how_many_clients_run_at_once_does_not_matter(
+    digits: Dataset, tmp_path: Path, preset: str, changes: dict[str, Any]
+) -> None:
+    recipe = small_recipe(preset, training__epochs=2, **changes)
     for workers in (1, 2):
         run(change(recipe, {"local.workers": workers}), tmp_path / str(workers), data=digits)
     assert final(tmp_path / "1") == final(tmp_path / "2")

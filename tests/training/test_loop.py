@@ -189,6 +189,25 @@ def test_clients_that_share_a_trainer_learn_as_they_do_alone(digits: Dataset) ->
 
 
 @pytest.mark.parametrize(
+    ("preset", "changes"),
+    [
+        ("fafi", {"training__restart_optimizer": False}),
+        ("v10", {"training__restart_optimizer": False}),
+        ("fafi+adjusted", {}),
+        ("v10", {"alignment__weight__rate": 1e6, "safeguards__on_explosion": "clamp"}),
+        ("mergenet-single", {"fusion": ["average"], "companion": {"teacher": {"encoder": {"kind": "cnn", "width": 4}}, "adapter": {"width": 4}, "every": 2}}),
+    ],
+    ids=["momentum", "momentum of σ", "class shares", "alignment that was dropped", "companion"],
+)  # fmt: skip
+def test_nothing_of_the_client_before_stays_in_a_trainer(digits: Dataset, preset: str, changes: dict[str, Any]) -> None:
+    """Clients with other classes and other sizes take turns; each learns what it learns with a trainer of its own."""
+    broadcast, trainer = broadcast_of(digits, preset, 2, **changes), Trainer()
+    sites = [Site("a", few(digits, 2, 40)), Site("b", few(digits, 5, 90)), Site("a", few(digits, 2, 40))]
+    shared = [acts.train(broadcast, site, trainer=trainer).content for site in sites]
+    assert shared == [acts.train(broadcast, site).content for site in sites] and shared[0] == shared[2] != shared[1]
+
+
+@pytest.mark.parametrize(
     ("preset", "extra", "changes"),
     [
         ("bank", "bank.features", {}),
