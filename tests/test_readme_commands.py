@@ -1,5 +1,7 @@
 """Every `oneround …` command of the README runs, in order and in one working folder, on digits and with networks that train at once.
 
+So do those of the README of version 0.1.0, as far as today's has others.
+
 Real servers and clients (`federate server`, `client`, `keys`) are in federate/test_deployment.py.
 """
 
@@ -56,9 +58,9 @@ FILES = {
 """What a command leaves behind; for `run` within its run folder."""
 
 
-def readme_commands() -> list[str]:
+def commands_of(blocks: list[tuple[str, str, str]]) -> list[str]:
     """`oneround …` lines of the shell blocks, in order; `make demo` is `oneround demo`."""
-    lines = [line for language, _, code in BLOCKS if language == "sh" for line in code.splitlines()]
+    lines = [line for language, _, code in blocks if language == "sh" for line in code.splitlines()]
     lines = ["oneround demo" if line.startswith("make demo  ") else line for line in lines]
     return [" ".join(shlex.split(line, comments=True)) for line in lines if line.startswith("oneround ")]
 
@@ -77,7 +79,9 @@ def shortened(words: list[str]) -> list[str]:
     return [*(SHORTER.get(word, word) for word in words), *OPTIONS.get(one, []), *sets]
 
 
-COMMANDS = readme_commands()
+COMMANDS = commands_of(BLOCKS)
+OLD = Path(__file__).parent / "compat" / "readme.md"
+OLD_COMMANDS = commands_of(BLOCK.findall(OLD.read_text(encoding="utf-8")))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +101,11 @@ LONG = ("oneround federate local",)  # test_deployment.py has the same processes
 
 
 @pytest.mark.parametrize(
-    "line", [pytest.param(line, marks=pytest.mark.release if line.startswith(LONG) else ()) for line in COMMANDS]
+    "line",
+    [
+        pytest.param(line, marks=pytest.mark.release if line.startswith(LONG) else ())
+        for line in dict.fromkeys([*COMMANDS, *OLD_COMMANDS])
+    ],
 )
 def test_a_command_of_the_readme(line: str, folder: Path) -> None:
     words = words_of(line)

@@ -21,9 +21,9 @@ from oneround.data import Dataset
 from oneround.errors import ProtocolError, RecipeError
 from oneround.evaluate import score_model
 from oneround.fusion import rules
-from oneround.fusion.ridge import total_sums
+from oneround.fusion.ridge import pooled_solution, total_sums
 from oneround.global_model import GlobalModel
-from oneround.protocol import Broadcast, Upload
+from oneround.protocol import Broadcast, Upload, UploadFolder
 from oneround.report import report
 from oneround.runs.archive import find_runs
 from oneround.runs.result import Result
@@ -99,6 +99,29 @@ def test_priors_and_mirrored_answers(broadcast: Broadcast, digits: Dataset) -> N
     both = (scores(images) + scores(images.flip(3))) / 2
     assert torch.allclose(scores(images, mirrored=True), both, atol=1e-3)
     assert float((both - scores(images)).abs().max()) > 0.1
+
+
+def test_a_session_solves_anew_for_other_uploads_another_recipe_and_another_penalty(
+    broadcast: Broadcast, digits: Dataset, tmp_path: Path
+) -> None:
+    """One server site scores several sets of uploads; nothing that it knows of one is taken for another."""
+    server, other = Site("server"), broadcast_of(digits, sums__mirror="copies")
+    parts = {"a": np.arange(400), "b": np.arange(400, 900)}
+
+    def solution(sent: Broadcast, names: str, site: Site, penalty: float | None = None) -> tuple[Tensor, Tensor]:
+        folder = tmp_path / sent.digest
+        for name in names:
+            if not (folder / f"{name}.safetensors").exists():
+                upload_of(sent, digits, name, parts[name]).write(folder / f"{name}.safetensors")
+        uploads = UploadFolder([folder / f"{name}.safetensors" for name in names], sent, acts.statistics_of(sent))
+        solved, counts = pooled_solution(uploads, sent, site, penalty)
+        return solved.weights, counts
+
+    asked = [(broadcast, "a"), (broadcast, "ab"), (other, "a"), (broadcast, "a", 0.5), (broadcast, "a")]
+    for sent, names, *penalty in asked:
+        shared, fresh = (solution(sent, names, site, *penalty) for site in (server, Site("server")))
+        assert all(torch.equal(one, two) for one, two in zip(shared, fresh, strict=True)), (names, penalty)
+    assert solution(broadcast, "a", server)[0] is solution(broadcast, "a", server)[0], "solved once"
 
 
 @pytest.fixture(scope="module")
