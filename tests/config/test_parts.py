@@ -62,6 +62,11 @@ BROKEN_PLUGINS = {
     "syntax": ("\ndef (:\n", "2: SyntaxError: "),
     "raises": ("x = 1\n\nprint(x / 0)\n", "3: ZeroDivisionError: division by zero"),
     "needs": ("import no_such_library\n", "1: ModuleNotFoundError: No module named 'no_such_library'"),
+    "older": (
+        "from oneround.learning.weights import Weight, weights\n",
+        "1: ModuleNotFoundError: No module named 'oneround.learning'; terms are in oneround.training, weights, schedules, guards and "
+        "anchors in oneround.training.alignment",
+    ),
     "clash": (
         "from oneround.fusion import EnsembleRule, rules\n@rules.register('iffi')\nclass Iffi(EnsembleRule): ...\n",
         "2: ValueError: fusion kind 'iffi' is already registered",

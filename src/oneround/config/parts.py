@@ -174,6 +174,12 @@ RENAMED = {
 }
 """What plug-ins written for version 0.1 may declare and what replaces it; it would be ignored silently."""
 
+MOVED = {
+    "oneround.learning": "terms are in oneround.training, weights, schedules, guards and anchors in oneround.training.alignment",
+    "oneround.parts": "Part and Slot are in oneround.config.parts",
+}
+"""Modules that plug-ins written for version 0.1 import, and where what they want from them is now."""
+
 
 class Slot(Generic[P]):
     """A named place in a recipe and the parts that can fill it."""
@@ -266,9 +272,11 @@ def load_plugin(name: str) -> ModuleType:
 
 def _broken(module: str, error: Exception) -> str:
     """One line on a plug-in that fails while it is imported: where, and with which error."""
+    moved = MOVED.get(error.name or "") if isinstance(error, ModuleNotFoundError) else None
     if isinstance(error, SyntaxError):
         where, reason = f"{error.filename}:{error.lineno}: ", error.msg
     else:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
         where, reason = f"{frames[0].filename}:{frames[0].lineno}: " if frames else "", " ".join(str(error).split())
-    return f"local.plugins: '{module}' cannot be imported: {where}{type(error).__name__}: {reason}"
+    fix = f"; {moved}" if moved else ""
+    return f"local.plugins: '{module}' cannot be imported: {where}{type(error).__name__}: {reason}{fix}"
