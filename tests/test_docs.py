@@ -32,6 +32,16 @@ def test_what_a_page_links_to_is_there(name: str) -> None:
         assert (page.parent / target).exists(), target
 
 
+def test_every_picture_in_the_repository_is_one_that_a_page_shows() -> None:
+    """What commands draw (`partition.png`) is nobody's to commit."""
+    done = subprocess.run(["git", "ls-files", "*.png", "*.html"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("no git checkout")
+    kept = [name for name in done.stdout.splitlines() if not name.startswith(("src/", "tests/"))]
+    text = "".join((ROOT / page).read_text(encoding="utf-8") for page in ["README.md", *PAGES])
+    assert kept and not [name for name in kept if name.removeprefix("docs/") not in text]
+
+
 # --- the traces of the design page: "1. `file.py` · `name`, `Class.method` — what happens" -----------------------------
 
 SOURCE = ROOT / "src/oneround"
