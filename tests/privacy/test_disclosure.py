@@ -15,6 +15,7 @@ from oneround.analysis.describe import describe
 from oneround.config.sections import Noise, Reveal
 from oneround.data import Dataset
 from oneround.errors import RecipeError, RunError
+from oneround.fusion import rules
 from oneround.privacy.disclosure import disclosed_counts
 from oneround.site import Site
 from oneround.training.alignment.aligner import Aligner
@@ -109,10 +110,30 @@ def test_a_rule_that_tells_classes_cannot_be_hidden() -> None:
         small_recipe(reveal__class_counts={"epsilon": 0.0}, fusion=["iffi"])
 
 
-@pytest.mark.parametrize("counts", [False, {"epsilon": 1.0}])
-def test_sums_that_have_class_counts_cannot_be_sent_where_they_are_hidden(counts: object) -> None:
-    with pytest.raises(RecipeError, match=r"reveal\.class_counts: hides nothing while sums are sent"):
-        small_recipe(reveal__class_counts=counts, fusion=["iffi"], sums={})
+@pytest.mark.parametrize("counts", [False, {"epsilon": 1.0}], ids=["hidden", "noised"])
+def test_sums_that_no_rule_uses_cannot_be_hidden_either(counts: object) -> None:
+    """Sums hold the exact count of every class, and go to the server whichever rules the recipe names."""
+    sums = {"features": {"kind": "patches", "size": 48, "patch": 4}}
+    with pytest.raises(RecipeError, match=r"hides nothing while sums are sent, which have the counts of every class"):
+        small_recipe(reveal__class_counts=counts, fusion=["iffi"], sums=sums)
+    reveals = describe("fafi", "cnn", 10, 0, {"fusion": ["iffi"], "sums": sums}).reveals
+    assert any("second moments" in each for each in reveals), reveals
+
+
+@pytest.mark.parametrize("kind", sorted(rules.kinds))
+def test_a_rule_with_statistics_says_what_they_disclose(kind: str) -> None:
+    for options in (
+        {},
+        {"teacher": "typicality-gated"},
+        {"by": "reliability"},
+        {"chosen": "client"},
+        {"inner": "typicality-gated"},
+    ):
+        try:
+            rule = rules.parse({"kind": kind, **options})
+        except ValueError:
+            continue  # not an option of this rule
+        assert bool(rule.discloses) >= bool(rule.statistics(3, 4)), rule.label
 
 
 @pytest.mark.parametrize(

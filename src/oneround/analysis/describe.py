@@ -13,6 +13,7 @@ from oneround.config.load import Overrides, change, load, presets
 from oneround.config.recipe import Recipe
 from oneround.config.sections import Noise
 from oneround.formatting import format_bytes
+from oneround.fusion.ridge import Ridge
 
 HIDES = "masks hide each client's sums and class counts: the server sees only their total over all clients, which is all it needs"
 MASKED = "that it took part; its sums and class counts only within the total over all clients"
@@ -77,10 +78,12 @@ class Method:
             revealed.append("class counts" if counts else "its number of samples")
         if self.recipe.trains:
             revealed[-1] += f", {measured}"
-        by_rules = (
-            each for rule in acts.rules_of(self.recipe) if rule.discloses for each in rule.discloses.split("; ")
-        )
-        return list(dict.fromkeys([*revealed, *by_rules]))
+        disclosing = [
+            *acts.rules_of(self.recipe),
+            *([Ridge()] if self.recipe.sums else []),
+        ]  # sums go whoever uses them
+        sent = (each for rule in disclosing if rule.discloses for each in rule.discloses.split("; "))
+        return list(dict.fromkeys([*revealed, *sent]))
 
     def plain(self) -> dict[str, Any]:
         return {
