@@ -63,8 +63,10 @@ def _starts_processes(module: ModuleType) -> bool:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def loaded() -> None:
-    """A process that has loaded what commands and workers need begins now; they are forked from it."""
+def loaded(request: pytest.FixtureRequest) -> None:
+    """A process that has loaded what commands and workers need begins now, if a test needs it; they are forked from it."""
+    if not any(item.get_closest_marker("processes") for item in request.session.items):
+        return
     forked_from(
         "oneround.cli", "oneround.studies.sweep", "oneround.studies.study", "oneround.report", "matplotlib.figure"
     )

@@ -11,6 +11,8 @@ import pytest
 
 from conftest import small_recipe
 from inprocess import InProcess
+from oneround.analysis.diagnosis.diagnose import LiveDiagnosis
+from oneround.analysis.diagnosis.rules import Finding
 from oneround.config.recipe import Recipe
 from oneround.data import Dataset
 from oneround.errors import RunError
@@ -123,6 +125,29 @@ def test_a_client_that_stops_early_ends_a_simulation_and_is_remarked_in_a_federa
 
 
 def test_loggers_of_the_recipe_hear_of_a_federation(digits: Dataset, tmp_path: Path) -> None:
-    recipe = small_recipe(partition__clients=2, partition__kind="iid", local__sinks=["tensorboard"], snapshots=0)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recipe = small_recipe(
+        partition__clients=2, partition__kind="iid", local__sinks=["tensorboard"], snapshots=0, fusion=["iffi"]
+    )
     serve(InProcess({node: {"partition-id": node, "num-partitions": 2} for node in range(2)}), recipe, tmp_path, NOW)
-    assert list((tmp_path / "tensorboard").iterdir())
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert {"accuracy/iffi", "client_000/loss", "client_001/accuracy_alone"} <= set(board.Tags()["scalars"])
+    accuracy = json.loads((tmp_path / "result.json").read_text())["rules"]["iffi"]["accuracy"]
+    assert [event.value for event in board.Scalars("accuracy/iffi")] == pytest.approx([accuracy])
+
+
+def test_a_federation_is_diagnosed_while_uploads_come_in(digits: Dataset, tmp_path: Path) -> None:
+    """The server finds in the uploads' histories what a simulation finds while it trains, and logs it."""
+    recipe = small_recipe(
+        "etf", partition__clients=2, partition__kind="iid", safeguards={"largest_weight": 0.2}, snapshots=0,
+        fusion=["iffi"], local__workers=1,
+    )  # fmt: skip
+    findings: list[Finding] = []
+    run(recipe, tmp_path / "run", data=digits, emit=LiveDiagnosis(tmp_path / "run", findings.append))
+    severe = [finding.summary for finding in findings if finding.severity != "note"]
+    assert any("largest_weight = 0.2" in summary for summary in severe)
+    grid = InProcess({node: {"partition-id": node, "num-partitions": 2} for node in range(2)})
+    serve(grid, recipe, tmp_path / "federated", NOW)
+    log = (tmp_path / "federated" / "run.log").read_text()
+    assert all(f"WARNING {summary}" in log for summary in severe), severe
