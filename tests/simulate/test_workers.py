@@ -12,18 +12,23 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from clients import prepared
 from conftest import small_recipe
 from oneround.config.load import change
 from oneround.data import Dataset, dataset_from_arrays
 from oneround.errors import Interrupted, RunError
 from oneround.protocol import Broadcast
 from oneround.simulate import run
+from oneround.simulate.workers import Worker
+from oneround.training import silent
 from run_files import final, timeless
 
 
@@ -40,6 +45,17 @@ def test_how_many_clients_run_at_once_does_not_matter(
         run(change(recipe, {"local.workers": workers}), tmp_path / str(workers), data=digits)
     assert final(tmp_path / "1") == final(tmp_path / "2")
     assert timeless(tmp_path / "1") == timeless(tmp_path / "2")
+
+
+def test_a_worker_reads_a_new_broadcast_though_it_is_of_the_same_second(digits: Dataset, tmp_path: Path) -> None:
+    first = prepared(digits)
+    second = replace(first, weights={name: value + 1 for name, value in first.weights.items()})
+    worker, path = Worker(digits.train, silent), tmp_path / "broadcast.safetensors"
+    for broadcast in (first, second):
+        broadcast.write(path)
+        os.utime(path, (1e9, 1e9))
+        assert worker._read(path) is worker._read(path)
+        assert torch.equal(worker._read(path).weights["prototypes"], broadcast.weights["prototypes"])
 
 
 def test_arrays_from_python(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Worker:
     def __init__(self, data: Images, emit: Emit, deadline: float | None) -> None:
         """`deadline`: when to stop between two epochs (`time.time()`)."""
         self.data, self.emit, self.deadline, self.trainer = data, emit, deadline, Trainer()
-        self._broadcast: tuple[tuple[Path, int], Broadcast] | None = None
+        self._broadcast: tuple[tuple[Path, int, int], Broadcast] | None = None
 
     def run(self, job: TrainJob) -> str:
         """Train the client and write its upload; returns its name."""
@@ -75,7 +75,8 @@ class Worker:
 
     def _read(self, path: Path) -> Broadcast:
         """The broadcast, read once for all clients that share it, and again when the file changes."""
-        version = path, path.stat().st_mtime_ns
+        status = path.stat()
+        version = path, status.st_mtime_ns, status.st_ino  # times of some file systems are whole seconds
         if self._broadcast is None or self._broadcast[0] != version:
             self._broadcast = version, Broadcast.read(path)
         return self._broadcast[1]
