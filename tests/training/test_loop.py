@@ -232,6 +232,26 @@ def test_a_trainer_uses_what_the_new_broadcast_carries(
     assert before.content != fresh.content, f"{extra} changes what is learned"
 
 
+def test_a_client_that_failed_within_an_epoch_leaves_nothing_in_the_trainer(
+    digits: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broadcast, trainer, site = broadcast_of(digits, "etf", 1), Trainer(), Site("b", few(digits, 5, 90))
+    step, steps = Stepper._step, iter(range(10**6))
+
+    def fails(self: Stepper, *batch: torch.Tensor) -> None:
+        step(self, *batch)
+        if next(steps) == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Stepper, "_step", fails)
+        acts.train(broadcast, Site("a", few(digits)), trainer=trainer)
+    shared, fresh = (acts.train(broadcast, site, trainer=each) for each in (trainer, Trainer()))
+    assert shared.content == fresh.content
+    timeless = [[{**entry, "seconds": 0} for entry in upload.history] for upload in (shared, fresh)]
+    assert timeless[0] == timeless[1]
+
+
 def test_a_second_round_starts_from_its_own_prototypes(digits: Dataset) -> None:
     """Progressive anchors (V8 of the FAFI family) move from the prototypes that this round begins with."""
     first = broadcast_of(digits, "etf-progressive", 2, rounds=2, fusion=["average"])

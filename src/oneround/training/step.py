@@ -129,6 +129,8 @@ class Stepper:
         """Start the training of a client with these class counts."""
         self.prior.copy_(objective.log_prior(counts))
         self.restart()
+        for stage in self.stages:
+            stage.sums.zero_()  # the client before may have failed within an epoch
         if self.queue:
             self.queue.clear()
         if self.aligner:
