@@ -116,6 +116,7 @@ def test_a_study_by_text(tmp_path: Path) -> None:
     assert found.folder == tmp_path / "s" and (tmp_path / "s" / "study.json").is_file()
 
 
+@pytest.mark.processes
 def test_a_sweep_by_text(tmp_path: Path) -> None:
     (tmp_path / "grid.yaml").write_text("methods: [fafi]\nseeds: 1-2\n")
     grid = Grid.model_validate(read_grid(str(tmp_path / "grid.yaml")))
