@@ -137,6 +137,7 @@ def test_loggers_of_the_recipe_hear_of_a_federation(digits: Dataset, tmp_path: P
     assert [event.value for event in board.Scalars("accuracy/iffi")] == pytest.approx([accuracy])
 
 
+@pytest.mark.slow
 def test_a_federation_is_diagnosed_while_uploads_come_in(digits: Dataset, tmp_path: Path) -> None:
     """The server finds in the uploads' histories what a simulation finds while it trains, and logs it."""
     recipe = small_recipe(

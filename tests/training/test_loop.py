@@ -188,6 +188,7 @@ def test_clients_that_share_a_trainer_learn_as_they_do_alone(digits: Dataset) ->
     assert shared == [acts.train(broadcast, site).content for site in sites] and shared[0] == shared[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "changes"),
     [
