@@ -16,7 +16,7 @@ from oneround.config.sections import Noise, Reveal
 from oneround.data import Dataset
 from oneround.errors import RecipeError, RunError
 from oneround.fusion import rules
-from oneround.privacy.disclosure import disclosed_counts
+from oneround.privacy.disclosure import disclosed_counts, disclosed_history
 from oneround.site import Site
 from oneround.training.alignment.aligner import Aligner
 
@@ -58,6 +58,25 @@ def test_nothing_in_an_upload_tells_what_is_hidden(digits: Dataset) -> None:
         manifest["history"][0].pop("loss"), manifest.pop("sha256")
         manifests.append(manifest)
     assert manifests[0] == manifests[1]
+
+
+def test_a_history_does_not_tell_what_is_hidden_by_its_troubles(digits: Dataset) -> None:
+    """A recipe whose limit lies between the λ of two label entropies must not learn on which side a site is."""
+    histories = []
+    for classes in ([0], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]):
+        changes = {"alignment": {"weight": "entropy"}, "safeguards": {"largest_weight": 5.0}, "fusion": ["iffi"]}
+        recipe = acts.resolve(small_recipe(reveal__class_counts=False, **changes), digits)
+        broadcast = acts.prepare(recipe, digits.class_names, digits.shape)
+        mine = torch.nonzero(torch.isin(digits.train.labels, torch.tensor(classes)))[:100, 0]
+        troubles: list[dict[str, Any]] = []
+        upload = acts.train(broadcast, Site("a", digits.train.take(mine)), emit=troubles.append)
+        assert any(event["event"] == "trouble" for event in troubles) == (len(classes) > 1)
+        histories.append([entry.keys() for entry in upload.history])
+    assert histories[0] == histories[1]
+    kept = disclosed_history(
+        [{"epoch": 1, "trouble": ["not-finite"]}, {"epoch": 2, "trouble": ["collapse"]}], Reveal(class_counts=False)
+    )
+    assert kept == [{"epoch": 1, "trouble": ["not-finite"]}, {"epoch": 2}]
 
 
 @pytest.mark.parametrize("counts", [False, {"epsilon": 1.0}], ids=["hidden", "noised"])

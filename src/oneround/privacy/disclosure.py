@@ -11,8 +11,10 @@ from torch import Tensor
 
 from oneround.config.sections import Noise, Reveal
 
-INDEPENDENT_OF_COUNTS = ("epoch", "learning_rate", "loss", "trouble")
+INDEPENDENT_OF_COUNTS = ("epoch", "learning_rate", "loss")
 """Keys of a history entry that do not depend on the class counts, as λ, entropy and steps do."""
+INDEPENDENT_TROUBLE = "not-finite"
+"""Others do: λ out of range tells of the label entropy, collapsed features that there is more than one class."""
 
 
 def disclosed_counts(counts: Tensor, reveal: Reveal) -> Tensor:
@@ -35,7 +37,11 @@ def disclosed_history(history: list[dict[str, Any]], reveal: Reveal) -> list[dic
     """The training history, without the entries that depend on undisclosed class counts."""
     if reveal.class_counts is True:
         return history
-    return [{key: value for key, value in entry.items() if key in INDEPENDENT_OF_COUNTS} for entry in history]
+    disclosed = [{key: value for key, value in entry.items() if key in INDEPENDENT_OF_COUNTS} for entry in history]
+    for entry, whole in zip(disclosed, history, strict=True):
+        if INDEPENDENT_TROUBLE in whole.get("trouble", ()):
+            entry["trouble"] = [INDEPENDENT_TROUBLE]
+    return disclosed
 
 
 def disclosed_stop(text: str, summary: str, reveal: Reveal) -> str:
