@@ -18,7 +18,7 @@ from oneround.data import Dataset
 from oneround.errors import RunError
 from oneround.protocol import Upload
 from oneround.site import Site
-from oneround.training.loop import Trainer, learning_rate
+from oneround.training.loop import Learner, Trainer, learning_rate
 from oneround.training.step import Stepper
 
 
@@ -37,6 +37,17 @@ def test_clients_differ_though_their_data_is_the_same(digits: Dataset) -> None:
     broadcast = prepared(digits)
     a, b = (acts.train(broadcast, Site(name, digits.train.take(torch.arange(100)))) for name in ("a", "b"))
     assert not torch.equal(a.weights["prototypes"], b.weights["prototypes"])
+
+
+def test_batches_and_views_of_a_client_are_its_own(digits: Dataset) -> None:
+    """Both follow the client's name, not the order in which clients take turns."""
+    broadcast, data = prepared(digits, training__batch_size=50), few(digits, samples=100)
+    a, b, again = (
+        [torch.cat(each) for each in zip(*Learner(broadcast, Site(name, data))._draw_batches(), strict=True)]
+        for name in "aba"
+    )
+    assert all(torch.equal(one, other) for one, other in zip(a, again, strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
 def test_another_client_in_between_changes_nothing(digits: Dataset, tmp_path: Path) -> None:

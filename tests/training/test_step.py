@@ -85,6 +85,9 @@ def test_another_recipe_or_another_size_makes_another_step(digits: Dataset) -> N
     assert trainer.bind(broadcast_of(digits, "etf", 3), site) is not stepper
     stepper = trainer.bind(first, site)
     assert trainer.bind(first, site) is stepper
+    taught, teachers = trainer.bind(first, site, torch.abs), (torch.abs, torch.neg)
+    assert [trainer.bind(first, site, each).teacher for each in teachers] == [*teachers] and taught is not stepper
+    assert trainer.bind(first, site).teacher is None
     weights = first.weights | {"prototypes": first.weights["prototypes"][:9]}
     extras = {"anchors": first.extras["anchors"][:9]}
     fewer = replace(first, class_names=first.class_names[:9], weights=weights, extras=extras)
