@@ -29,6 +29,7 @@ from oneround.global_model import GlobalModel
 from oneround.mergenet import CompanionNetwork, check_companion
 from oneround.models import Single, initialise
 from oneround.models.features import Constants, FeaturesPart, FrozenEncoder, Shape, features
+from oneround.models.inference import check_transductive
 from oneround.models.pretrained import load_weights
 from oneround.models.prototype import Layout, meta_network, on_cpu
 from oneround.privacy.disclosure import disclosed_counts, disclosed_history, disclosed_stop
@@ -62,7 +63,10 @@ def resolve(recipe: Recipe, data: Dataset) -> Recipe:
         changes["model.encoder"] = "cnn" if max(data.shape[1:]) <= 16 else "resnet18"
     if recipe.training.augment.flip is None:
         changes["training.augment.flip"] = 0.5 if data.mirror else 0.0
-    return change(recipe, changes) if changes else recipe
+    resolved = change(recipe, changes) if changes else recipe
+    if resolved.evaluation.transductive:
+        check_transductive(resolved, data.shape[0], data.classes, len(data.test))
+    return resolved
 
 
 def prepare(

@@ -6,7 +6,9 @@ dropped before the next. Every rule folds its outputs into running totals.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,14 +16,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from oneround.config.sections import Evaluation
 from oneround.data import Images
 from oneround.data.augment import preprocessing
+from oneround.data.images import BATCH
 from oneround.fusion import EnsembleRule, Rule, ridge
 from oneround.fusion.base import expert_of
 from oneround.global_model import GlobalModel
-from oneround.models.inference import Combine, Combiner, Ensemble, Expert
+from oneround.models.inference import Combine, Combiner, Ensemble, Expert, Totals
+from oneround.models.norm import batch_statistics, has_batch_norm
 from oneround.protocol import Broadcast, Upload
+from oneround.seeds import generator
 from oneround.site import Site
+
+log = logging.getLogger("oneround")
+TRANSDUCTIVE = "transductive"
 
 
 @dataclass(frozen=True)
@@ -83,30 +92,76 @@ class ScoringPass:
     """One pass over a set of images: every network sees each image once, and every rule folds its outputs into totals."""
 
     def __init__(
-        self, rules: Mapping[str, Combine], images: Images, device: torch.device, mean: float, std: float
+        self,
+        rules: Mapping[str, Combine],
+        images: Images,
+        device: torch.device,
+        mean: float,
+        std: float,
+        batch: int | None = None,
     ) -> None:
-        self.rules, self.images, self.preprocessing = rules, images, (device, mean, std)
-        self.totals = {
-            name: rule.begin_all(images, device, mean, std) if isinstance(rule, Combiner) else []
-            for name, rule in rules.items()
-        }
+        """`batch`: score transductively, with batch norm on the statistics of so many shuffled images."""
+        order = None if batch is None else shuffled(images)
+        self.images, self.transductive = images if order is None else images.take(order), batch is not None
+        self.rules, self.preprocessing = rules, (device, mean, std, batch_sizes(len(images), batch))
+        self.totals: dict[str, list[Totals]] = {}
+        for name, rule in rules.items():
+            totals = rule.begin_all(images, device, mean, std) if isinstance(rule, Combiner) else None
+            self.totals[name] = self._by_batch(totals, order) if totals is not None else []
+
+    def _by_batch(self, totals: Totals, order: Tensor | None) -> list[Totals]:
+        """Totals of the whole set, in its own order, as totals of every batch."""
+        if order is not None:
+            totals = {name: value[order.to(value.device)] for name, value in totals.items()}
+        parts = zip(*(value.split(self.preprocessing[-1]) for value in totals.values()), strict=True)
+        return [dict(zip(totals, values, strict=True)) for values in parts]
 
     def add(self, expert: Expert) -> Tensor:
         """Run one expert on every image; returns its logits."""
         logits = []
-        for number, images in enumerate(self.images.batches(*self.preprocessing)):
-            output = expert.output(images)
-            logits.append(output.logits)
-            for name, rule in self.rules.items():
-                totals = self.totals[name]
-                before = totals[number] if number < len(totals) else rule.begin(images)
-                totals[number : number + 1] = [rule.add(before, output)]
+        with batch_statistics(expert) if self.transductive else nullcontext():
+            for number, images in enumerate(self.images.batches(*self.preprocessing)):
+                output = expert.output(images)
+                logits.append(output.logits)
+                for name, rule in self.rules.items():
+                    totals = self.totals[name]
+                    before = totals[number] if number < len(totals) else rule.begin(images)
+                    totals[number : number + 1] = [rule.add(before, output)]
         return torch.cat(logits)
 
     def score(self, name: str, classes: int) -> Score:
         """The score of a rule, once every expert is added."""
         scores = torch.cat([self.rules[name].scores(totals) for totals in self.totals[name]])
         return Score.of(scores, self.images.labels, classes)
+
+
+def transductive_name(rule: str, batch: int) -> str:
+    """What a rule's transductive score is called: with the size of the batches unless it is the default."""
+    return f"{rule}, {TRANSDUCTIVE}" + (f" {batch}" if batch != Evaluation().batch_size else "")
+
+
+def is_transductive(name: str) -> bool:
+    """Whether a score of this name is transductive."""
+    return f", {TRANSDUCTIVE}" in name
+
+
+def batch_sizes(images: int, batch: int | None) -> list[int]:
+    """Sizes of the batches of a pass; a short last batch of a transductive one (`batch` images each) joins the one before."""
+    size = batch or BATCH
+    full, rest = divmod(images, size)
+    if batch is None or not full:
+        return [size] * full + [rest] * (rest > 0)
+    return [size] * (full - 1) + [size + rest]
+
+
+def shuffled(images: Images) -> Tensor:
+    """A fixed order of the images for transductive batches."""
+    if len(images.labels.unique()) == 1:
+        log.warning(
+            "all %d test images are of one class: batch norm on their statistics hides what tells them apart",
+            len(images),
+        )
+    return torch.randperm(len(images), generator=generator(0, "test batches"))
 
 
 @torch.inference_mode()
@@ -118,19 +173,23 @@ def score_uploads(
     server: Site,
     models: dict[str, GlobalModel] | None = None,
     validation: Images | None = None,
+    batch: int | None = None,
 ) -> Scores:
     """Every rule's score on the same uploads, and every client's own; one encoder in memory at a time.
 
     `models`: models of rules that make one network, by name; missing ones are made and added.
     `validation`: images for model selection, scored in the same pass.
+    `batch`: score test images transductively too, in batches of so many; those scores are called `RULE, transductive`.
     """
     models = {} if models is None else models
     device, classes = server.device, broadcast.classes
     ensembles = {
         name: rule.ready(uploads, broadcast, server) for name, rule in rules.items() if isinstance(rule, EnsembleRule)
     }
-    image_sets = [test, validation] if validation else [test]
-    passes = [ScoringPass(ensembles, images, device, *preprocessing(broadcast.recipe)) for images in image_sets]
+    image_sets = [(test, None), *([(validation, None)] if validation else []), *([(test, batch)] if batch else [])]
+    passes = [
+        ScoringPass(ensembles, images, device, *preprocessing(broadcast.recipe), size) for images, size in image_sets
+    ]
     clients: dict[str, Score] = {}
     for upload in uploads:
         if broadcast.weights:
@@ -148,25 +207,32 @@ def score_uploads(
                 models[name] = GlobalModel.of(rule.fuse(uploads, broadcast, server), rule, broadcast)
     scores = [
         {
-            name: each.score(name, classes) if name in ensembles else score_model(models[name], each.images, device)
+            name: each.score(name, classes) if name in ensembles else score_model(models[name], images, device, size)
             for name in rules
+            if size is None or name in ensembles or has_batch_norm(models[name])
         }
-        for each in passes
+        for each, (images, size) in zip(passes, image_sets, strict=True)
     ]
-    return Scores(scores[0], clients, scores[1] if len(scores) > 1 else {})
+    transductive = {transductive_name(name, batch): score for name, score in scores[-1].items()} if batch else {}
+    return Scores(scores[0] | transductive, clients, scores[1] if validation else {})
 
 
 @torch.inference_mode()
-def score_model(model: GlobalModel, test: Images, device: torch.device) -> Score:
-    """A model's score; a streamed ensemble reads each of its networks once."""
+def score_model(model: GlobalModel, test: Images, device: torch.device, batch: int | None = None) -> Score:
+    """A model's score; a streamed ensemble reads each of its networks once. `batch`: transductively, so many images a batch."""
     inference, classes = model.inference.to(device), len(model.class_names)
     if isinstance(inference, Ensemble):
-        scoring = ScoringPass({"": inference.rule}, test, device, model.mean, model.std)
+        scoring = ScoringPass({"": inference.rule}, test, device, model.mean, model.std, batch)
         for expert in inference.experts:
             scoring.add(expert.to(device))
             del expert
         return scoring.score("", classes)
-    return Score.of(inference.predict(test, device, model.mean, model.std), test.labels, classes)
+    if batch is None:
+        return Score.of(inference.predict(test, device, model.mean, model.std), test.labels, classes)
+    images = test.take(shuffled(test))
+    with batch_statistics(inference):
+        batches = images.batches(device, model.mean, model.std, batch_sizes(len(images), batch))
+        return Score.of(torch.cat([inference(each) for each in batches]), images.labels, classes)
 
 
 @torch.inference_mode()

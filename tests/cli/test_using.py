@@ -31,6 +31,22 @@ def test_fuse_scores_all_and_writes_one(finished: Path, tmp_path: Path) -> None:
     assert "most often taken for" in good("evaluate", str(tmp_path / "m"), "--data", "digits")
 
 
+def test_fuse_and_evaluate_score_transductively_on_request(finished: Path, tmp_path: Path) -> None:
+    assert "transductive" not in good("fuse", str(finished), "--rule", "all")
+    output = good("fuse", str(finished), "--rule", "all", "--transductive")
+    assert "iffi, transductive" in output and "average, transductive" in output
+    scores = {
+        flag: json.loads(oneround("evaluate", str(finished), "--json", *flag).stdout)
+        for flag in ((), ("--transductive",))
+    }
+    assert [score["rule"] for score in scores.values()] == ["iffi", "iffi, transductive"]
+    assert scores[()]["confusion"] != scores["--transductive",]["confusion"]
+    assert "iffi, transductive on digits" in good("evaluate", str(finished), "--transductive")
+    good("run", "ridge", "--out", str(tmp_path / "x"), "--set", "sums.features={kind: patches, size: 48, patch: 4}")
+    for command in (("fuse", str(tmp_path / "x"), "--rule", "ridge"), ("evaluate", str(tmp_path / "x"))):
+        assert "no network is trained, so there is no batch norm" in bad(*command, "--transductive")
+
+
 def test_fuse_says_which_statistics_are_missing(tmp_path: Path) -> None:
     good(
         "run", "fafi", "--epochs", "1", "--model", "cnn", "--set", "fusion=[iffi]", "--out", str(tmp_path / "x"), *SMALL

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from oneround.models.norm import _fits, normalise
+from oneround.models.norm import _fits, batch_statistics, has_batch_norm, normalise
 
 
 def test_where_kernels_apply() -> None:
@@ -29,3 +30,22 @@ def test_without_a_gpu_it_is_plain_pytorch() -> None:
     assert torch.equal(normalise(norm, x, then="relu6"), again(x).clamp(0, 6))
     assert float(normalise(norm, x).max()) == float(again(x).max()) > 6
     assert torch.equal(norm.running_mean, again.running_mean)
+
+
+def test_batch_statistics_are_the_batch_s_and_leave_the_running_ones_alone() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval()
+    nn.init.uniform_(net[1].running_mean)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    x = torch.randn(16, 3, 6, 6)
+    y = net[0](x)
+    expected = (y - y.mean((0, 2, 3), keepdim=True)) / (y.var((0, 2, 3), keepdim=True, correction=0) + 1e-5).sqrt()
+    with batch_statistics(net):
+        torch.testing.assert_close(net(x), expected)
+    assert not torch.allclose(net(x), expected)
+    with pytest.raises(ZeroDivisionError), batch_statistics(net):
+        net(x)
+        raise ZeroDivisionError
+    assert before.keys() == net.state_dict().keys()
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert has_batch_norm(net) and not has_batch_norm(nn.GroupNorm(2, 8))

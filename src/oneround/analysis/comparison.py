@@ -20,7 +20,7 @@ from oneround.runs.record import RunRecord, keys_of, local_accuracy_summary
 
 SETTING = ("data.", "partition.", "model.", "public", "validation", "label_noise", "training.epochs")
 NETWORK = ("model.", "training.epochs")  # these do not matter where no network is trained
-IGNORED = ("seeds.", "fusion", "snapshots", "method", "trace.")
+IGNORED = ("seeds.", "fusion", "snapshots", "method", "trace.", "evaluation.batch_")
 
 
 T = TypeVar("T")

@@ -38,6 +38,13 @@ if TYPE_CHECKING:
 PluginOption = Annotated[
     list[str] | None, typer.Option("--plugin", help="A module of yours with parts the model needs.", metavar="MODULE")
 ]
+TransductiveOption = Annotated[
+    bool,
+    typer.Option(
+        "--transductive",
+        help="Batch norm uses the statistics of shuffled test batches (256 images, or the recipe's evaluation.batch_size).",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
@@ -65,6 +72,7 @@ def fuse(
     sets: Annotated[
         list[str] | None, typer.Option("--set", help="An option of the rule: --set beta=2", metavar="KEY=VALUE")
     ] = None,
+    transductive: TransductiveOption = False,
 ) -> None:
     """Fuse a run's uploads again: by one rule, whose model is written, or by all rules, which are compared."""
     from oneround import acts
@@ -72,6 +80,7 @@ def fuse(
     from oneround.data import load_dataset
     from oneround.evaluate import score_uploads
     from oneround.fusion import rules
+    from oneround.models.inference import check_transductive
     from oneround.runs.folder import RunFolder
     from oneround.server.plan import plan_run
 
@@ -106,7 +115,11 @@ def fuse(
             raise ProtocolError(f"{candidate.kind}: {why}; {fix}")
     models: dict[str, GlobalModel] = {}
     if len(dataset.test):
-        scores, clients, _ = score_uploads(usable, uploads, uploads.broadcast, dataset.test, site, models)
+        batch = recipe.evaluation.transductive
+        if transductive:
+            batch = recipe.evaluation.batch_size
+            check_transductive(recipe, dataset.shape[0], dataset.classes, len(dataset.test))
+        scores, clients, _ = score_uploads(usable, uploads, uploads.broadcast, dataset.test, site, models, None, batch)
         out.print(score_table(*({name: score.accuracy for name, score in part.items()} for part in (scores, clients))))
     elif rule == "all":
         raise DataError(f"{folder}: no test images here to compare rules on; name one with --rule, or give --data-dir")
@@ -169,11 +182,13 @@ def evaluate(
     data_dir: DataDirOption = None,
     device: DeviceOption = "auto",
     plugins: PluginOption = None,
+    transductive: TransductiveOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Score a saved model on the test images of a data set (its own, unless another is named)."""
     from oneround.data import load_dataset
-    from oneround.evaluate import score_model
+    from oneround.evaluate import score_model, transductive_name
+    from oneround.models.inference import check_transductive
     from oneround.runs.folder import RunFolder
     from oneround.site import choose_device
 
@@ -195,11 +210,16 @@ def evaluate(
         raise DataError(
             f"{dataset.name}: no test images here; name some with --data-dir, or another data set with --data"
         )
-    score = score_model(model, dataset.test, choose_device(device or "auto"))
+    rule, batch = model.rule.label, None
+    if transductive:
+        batch = model.recipe.evaluation.batch_size
+        check_transductive(model.recipe, model.shape[0], len(model.class_names), len(dataset.test))
+        rule = transductive_name(rule, batch)
+    score = score_model(model, dataset.test, choose_device(device or "auto"), batch)
     if as_json:
-        typer.echo(json.dumps({"data": dataset.name, "rule": model.rule.label, **score.plain()}))
+        typer.echo(json.dumps({"data": dataset.name, "rule": rule, **score.plain()}))
         return
-    title = f"{model.rule.label} on {dataset.name}: {100 * score.accuracy:.2f} % of {score.samples:,} test images"
+    title = f"{rule} on {dataset.name}: {100 * score.accuracy:.2f} % of {score.samples:,} test images"
     table = Table(title=escape(title), title_justify="left", title_style="bold")
     for head in ("class", "%", "most often taken for"):
         table.add_column(head, justify="right" if head == "%" else "left")

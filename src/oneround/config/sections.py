@@ -15,6 +15,7 @@ Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 
+SMALLEST_BATCH = 32  # of test images whose statistics batch norm may use
 FAFI = ("cross-entropy", "supervised-contrastive", "prototype-feature", "prototype-separation")
 
 
@@ -370,10 +371,20 @@ class Reveal(Strict):
 
 
 class Evaluation(Strict):
-    """How models are scored."""
+    """How models are scored on test images."""
 
     unnormalised: bool = False
     """Feed test images as they are; only to reproduce code that normalised training images alone."""
+    batch_norm: Literal["running", "batch"] = "running"
+    """`batch`: score every network a second time with batch norm on the statistics of the test batch, as code whose networks
+    stayed in training mode did. Such a score is transductive and called so: it depends on which images share a batch."""
+    batch_size: Annotated[int, Field(ge=SMALLEST_BATCH)] = 256
+    """Of `batch`: shuffled test images per batch; a short last batch joins the one before."""
+
+    @property
+    def transductive(self) -> int | None:
+        """Images per batch of the transductive scores; None: there are none."""
+        return self.batch_size if self.batch_norm == "batch" else None
 
 
 class LabelNoise(Strict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,9 +37,11 @@ class Images:
     def to(self, device: torch.device) -> Images:
         return Images(self.pixels.to(device), self.labels.to(device))
 
-    def batches(self, device: torch.device, mean: float, std: float, size: int = BATCH) -> Iterator[Tensor]:
-        """Normalised floats on the device, in batches of `size` images."""
-        for pixels in self.pixels.split(size):
+    def batches(
+        self, device: torch.device, mean: float, std: float, sizes: int | Sequence[int] = BATCH
+    ) -> Iterator[Tensor]:
+        """Normalised floats on the device, in batches of `sizes` images, all alike or each of its own size."""
+        for pixels in self.pixels.split(sizes if isinstance(sizes, int) else list(sizes)):
             yield (pixels.to(device).float() / 255 - mean) / std
 
     def class_counts(self, classes: int) -> Tensor:

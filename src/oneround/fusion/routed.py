@@ -22,7 +22,6 @@ from oneround.config.parts import Needs
 from oneround.config.sections import NotNegative, Positive
 from oneround.data import Images
 from oneround.data.augment import preprocessing
-from oneround.data.images import BATCH
 from oneround.fusion.base import EnsembleRule, Rule, SavedModel, UploadExperts, rules
 from oneround.fusion.ridge import Ridge, pooled_solution, restore_linear
 from oneround.fusion.typicality_gated import LOG_CLOSED, TINY, TypicalityGated, add_votes, typicality
@@ -147,10 +146,9 @@ class Routing(Combiner):
     def begin(self, images: Tensor) -> Totals | None:
         return self._initial(self.ridge(images).log_softmax(1))
 
-    def begin_all(self, images: Images, device: torch.device, mean: float, std: float) -> list[Totals]:
-        """`begin` for every batch of a set; the ridge's scores may be cached."""
-        log_p = self.ridge.predict(images, device, mean, std).log_softmax(1)
-        return [self._initial(each) for each in log_p.split(BATCH)]
+    def begin_all(self, images: Images, device: torch.device, mean: float, std: float) -> Totals:
+        """`begin` for a whole set; the ridge's scores may be cached."""
+        return self._initial(self.ridge.predict(images, device, mean, std).log_softmax(1))
 
     @staticmethod
     def _initial(log_p: Tensor) -> Totals:
@@ -188,7 +186,7 @@ class Routing(Combiner):
         self, images: Images, experts: Experts, device: torch.device, mean: float, std: float
     ) -> tuple[Totals, list[View]]:
         """Outputs of the ridge and the experts on a set, to combine with many settings; one expert in memory at a time."""
-        initial = self._initial(self.ridge.predict(images, device, mean, std).log_softmax(1))
+        initial = self.begin_all(images, device, mean, std)
         views, batches = [], list(images.batches(device, mean, std))
         for expert in experts:
             atypicality, logits, share = zip(*(self.view(expert.output(batch)) for batch in batches), strict=True)

@@ -13,8 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneround.config.recipe import Federated
+from oneround.config.sections import SMALLEST_BATCH
 from oneround.data import Images
-from oneround.models.prototype import PrototypeNet
+from oneround.errors import DataError, RecipeError
+from oneround.models.norm import has_batch_norm
+from oneround.models.prototype import PrototypeNet, meta_network
 
 Totals = dict[str, Tensor]
 M = TypeVar("M", bound=nn.Module)
@@ -113,9 +117,9 @@ class Combiner(nn.Module):
     def begin(self, images: Tensor) -> Totals | None:
         return None
 
-    def begin_all(self, images: Images, device: torch.device, mean: float, std: float) -> list[Totals]:
-        """`begin` for every batch of a set, if that is cheaper; empty otherwise."""
-        return []
+    def begin_all(self, images: Images, device: torch.device, mean: float, std: float) -> Totals | None:
+        """`begin` for a whole set, if that is cheaper than batch by batch."""
+        return None
 
     def shard(self) -> dict[str, Tensor]:
         """Its tensors, to save."""
@@ -157,3 +161,20 @@ class Ensemble(Inference):
 def plus(totals: Totals | None, **terms: Tensor) -> Totals:
     """Add terms to running totals."""
     return {name: value if totals is None else totals[name] + value for name, value in terms.items()}
+
+
+def check_transductive(recipe: Federated, channels: int, classes: int, images: int) -> None:
+    """Refuse transductive scores of a network without batch norm, or on too few test images (0: none are scored)."""
+    if not recipe.trains:
+        raise RecipeError(
+            "evaluation.batch_norm = batch: no network is trained, so there is no batch norm; set running"
+        )
+    if not has_batch_norm(meta_network(recipe.encoder, channels, classes, recipe.model.head)):
+        raise RecipeError(
+            f"evaluation.batch_norm = batch: {recipe.encoder.label} has no batch norm; set running, or take another encoder"
+        )
+    if 0 < images < SMALLEST_BATCH:
+        raise DataError(
+            f"evaluation.batch_norm = batch: {images} test images; statistics of a test batch need at least {SMALLEST_BATCH}, "
+            "set running"
+        )

@@ -1,8 +1,10 @@
-"""Norm, shortcut and rectifier after a convolution, in one call."""
+"""Norm, shortcut and rectifier after a convolution, in one call; batch norm on the statistics of test batches."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Literal
 
@@ -40,3 +42,22 @@ def _fits(norm: nn.Module, x: Tensor) -> bool:
 @lru_cache(maxsize=1)
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@contextmanager
+def batch_statistics(module: nn.Module) -> Iterator[None]:
+    """Let batch norm normalise by the batch it sees within the context; running statistics are neither used nor changed."""
+    norms = [each for each in module.modules() if isinstance(each, nn.BatchNorm2d)]
+    kept = [(norm.running_mean, norm.running_var) for norm in norms]
+    try:
+        for norm in norms:
+            norm.running_mean = norm.running_var = None
+        yield
+    finally:
+        for norm, (mean, variance) in zip(norms, kept, strict=True):
+            norm.running_mean, norm.running_var = mean, variance
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Whether `batch_statistics` makes a difference to a module."""
+    return any(isinstance(each, nn.BatchNorm2d) for each in module.modules())

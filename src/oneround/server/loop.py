@@ -240,7 +240,8 @@ class ServerLoop:
         models: dict[str, GlobalModel] = {}
         with site.arithmetic(broadcast.parameters):
             if len(test):
-                scores = score_uploads(rules, uploads, broadcast, test, site, models, site.validation)
+                batch = broadcast.recipe.evaluation.transductive
+                scores = score_uploads(rules, uploads, broadcast, test, site, models, site.validation, batch)
             if not self.transport.trusted:
                 first = self.writer.first
                 model = models.get(first) or acts.fuse(uploads, broadcast, site, rules[first])

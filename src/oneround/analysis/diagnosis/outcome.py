@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from oneround.analysis.diagnosis.rules import Finding, run_rule
+from oneround.evaluate import is_transductive
 from oneround.formatting import plural
 from oneround.runs.log import best_epoch
 from oneround.runs.record import RunRecord
@@ -92,7 +93,7 @@ def _not_at_the_end(run: RunRecord) -> str:
 def fusion_worse_than_best_client(run: RunRecord) -> Iterator[Finding]:
     """One client alone beats the fused model."""
     end = run.recipe.epochs
-    fused = {name: curve[end] for name, curve in run.curves.items() if end in curve}
+    fused = {name: curve[end] for name, curve in run.curves.items() if end in curve and not is_transductive(name)}
     local = {client: by[end] for client, by in run.measurements.local_accuracy.items() if end in by}
     best, better = max(local, key=lambda client: local[client]), max(fused, key=lambda name: fused[name])
     if fused[run.main_rule] < local[best] - _noise(local[best], sum(run.test_counts)):
