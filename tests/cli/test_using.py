@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,18 @@ def test_fuse_and_evaluate_score_transductively_on_request(finished: Path, tmp_p
     good("run", "ridge", "--out", str(tmp_path / "x"), "--set", "sums.features={kind: patches, size: 48, patch: 4}")
     for command in (("fuse", str(tmp_path / "x"), "--rule", "ridge"), ("evaluate", str(tmp_path / "x"))):
         assert "no network is trained, so there is no batch norm" in bad(*command, "--transductive")
+
+
+def test_fuse_says_that_the_model_is_of_an_earlier_epoch(finished: Path, tmp_path: Path) -> None:
+    assert "the run's model is of epoch" not in oneround("fuse", str(finished)).stderr
+    copy = tmp_path / "run"
+    shutil.copytree(finished, copy)
+    result = json.loads((copy / "result.json").read_text())
+    last = result["model"]["epoch"]
+    result["model"] |= {"epoch": 1, "chosen_on": "validation"}
+    (copy / "result.json").write_text(json.dumps(result))
+    expected = f"uploads are of epoch {last}; the run's model is of epoch 1, the best on validation images"
+    assert expected in " ".join(oneround("fuse", str(copy)).stderr.split())
 
 
 def test_fuse_says_which_statistics_are_missing(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_only_the_federated_half_is_hashed() -> None:
     assert change(recipe, {"training.epochs": 3}).digest != recipe.digest
     assert "local" not in recipe.plain()
     assert parse_federated(recipe.plain()).digest == recipe.digest
+    assert change(recipe, {"evaluation.batch_norm": "batch"}).digest != recipe.digest, "a key that was added later"
 
 
 def test_a_recipe_cannot_be_changed_in_place() -> None:

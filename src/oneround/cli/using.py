@@ -96,6 +96,13 @@ def fuse(
             f"uploads are of different epochs ({numbers}): the run was stopped before every client reached the same epoch",
             err,
         )
+    elif run_folder.result.exists():
+        of_model = run_folder.read_result().get("model", {}).get("epoch", epochs[0])  # version 0.1.0 did not write it
+        if of_model != epochs[0]:
+            print_line(
+                f"uploads are of epoch {epochs[0]}; the run's model is of epoch {of_model}, the best on validation images",
+                err,
+            )
     options = dict(parse_override(text) for text in sets or [])
     if "kind" in options:
         raise RecipeError(f"--set kind={options['kind']}: the rule is named with --rule")

@@ -46,6 +46,8 @@ from oneround.errors import RecipeError
 
 FORMER_NAMES = {"rails": "safeguards"}
 """Keys of older recipes, with their names today. Both are read; today's are written."""
+ADDED = {"evaluation": ("batch_norm", "batch_size")}
+"""Keys by section that were added since. Those that have their default do not enter the digest: a recipe keeps the one it had."""
 
 
 def current_name(key: str) -> str:
@@ -295,9 +297,14 @@ class Federated(Strict):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the federated half; the local half does not enter. Renamed keys enter by their former names."""
-        former = {name: former for former, name in FORMER_NAMES.items()}
-        return digest_of({former.get(key, key): value for key, value in self.plain().items()})
+        """SHA-256 of the federated half; the local half does not enter. It has the form that version 0.1.0 gave it."""
+        former, plain = {name: former for former, name in FORMER_NAMES.items()}, self.plain()
+        for section, keys in ADDED.items():
+            default = Federated.model_fields[section].default.model_dump(mode="json")
+            for key in keys:
+                if plain[section][key] == default[key]:
+                    del plain[section][key]
+        return digest_of({former.get(key, key): value for key, value in plain.items()})
 
     def plain(self) -> dict[str, Any]:
         """The federated half as JSON-ready data."""
