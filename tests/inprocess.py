@@ -38,7 +38,7 @@ class InProcess(Grid):
             node = message.metadata.dst_node_id
             TaskIdentity.node_id = node
             context = Context(run_id=1, node_id=node, node_config=self.nodes[node], state=RecordDict(), run_config={})
-            reply = self.classify(message, context)
+            reply = self.answer(message, context)
             if reply is not None:
                 self.replies[key] = reply
             yield key
