@@ -215,13 +215,18 @@ def _answers(cells: list[Record]) -> list[str]:
     for question, (one, other) in questions.items():
         differences = []
         for alpha in sorted({cell["alpha"] for cell in cells}):
-            mine = {cell["seed"]: cell for cell in cells if (cell["method"], cell["alpha"]) == (one, alpha)}
-            theirs = {cell["seed"]: _fair(cell) for cell in cells if cell["method"] == other and (cell["alpha"] == alpha or other in ("pooled", "single"))}  # fmt: skip
-            both = [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
+            both = pairs_of(cells, one, other, alpha)
             if both:
                 differences.append(f"α = {alpha:g}: {_difference(both)}")
         lines.append(f"- {question.strip()}: {'; '.join(differences) or 'not measured'}.")
     return lines
+
+
+def pairs_of(cells: list[Record], one: str, other: str, alpha: float) -> list[tuple[Record, Record]]:
+    """Cells of two methods with the same seed; what sees all images in one place has no α."""
+    mine = {cell["seed"]: cell for cell in cells if (cell["method"], cell["alpha"]) == (one, alpha)}
+    theirs = {cell["seed"]: _fair(cell) for cell in cells if cell["method"] == other and (cell["alpha"] == alpha or other in ("pooled", "single"))}  # fmt: skip
+    return [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
 
 
 def _fair(cell: Record) -> Record:

@@ -198,6 +198,14 @@ class Pairs:
         v4, v5 = (self.accuracies(kind, alpha, epoch, mode, method) for method in ("V4", "V5"))
         return paired(v5, v4) if v4 else None
 
+    def below(self, kind: str, mode: str) -> str:
+        """In how many combinations of α and snapshot the mean of V5 is below that of V4."""
+        differences = [
+            self.difference(kind, alpha, epoch, mode) for alpha in self.alphas(kind) for epoch in self.epochs
+        ]
+        measured = [difference for difference in differences if difference is not None]
+        return f"{sum(difference.mean < 0 for difference in measured)} of {len(measured)} combinations"
+
     def change_of_mode(self, kind: str, alpha: float, epoch: int, method: str, of: str, minus: str) -> Summary:
         return paired(*(self.accuracies(kind, alpha, epoch, mode, method) for mode in (of, minus)))
 
@@ -244,7 +252,7 @@ def _summary(pairs: Pairs, kinds: Sequence[str]) -> str:
             sentences.append(
                 f"The note, transductive and with V4 and V5 on different partitions, has {', '.join(noted)}."
             )
-        counts = [f"{_below(pairs, kind, mode)} ({mode})" for mode in MODES]
+        counts = [f"{pairs.below(kind, mode)} ({mode})" for mode in MODES]
         sentences.append(f"Over all α and snapshots the mean of V5 is below that of V4 in {' and '.join(counts)}.")
     sentences.append(_late_training(pairs, kinds))
     sentences.append(_angles(pairs))
@@ -280,12 +288,6 @@ def _interval(difference: Summary) -> str:
         return f"{difference.mean:+.1f} (one partition, no interval)"
     verdict = "" if difference.distinguishable else ", not distinguishable"
     return f"{difference.mean:+.1f} ± {difference.margin:.1f} ({len(difference.values)} partitions{verdict})"
-
-
-def _below(pairs: Pairs, kind: str, mode: str) -> str:
-    differences = [pairs.difference(kind, alpha, epoch, mode) for alpha in pairs.alphas(kind) for epoch in pairs.epochs]
-    measured = [difference for difference in differences if difference is not None]
-    return f"{sum(difference.mean < 0 for difference in measured)} of {len(measured)} combinations"
 
 
 def _late_training(pairs: Pairs, kinds: Sequence[str]) -> str:
