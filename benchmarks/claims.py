@@ -1,0 +1,263 @@
+"""The claims of the source notes, one by one, and what the records in results/ say of them: writes docs/claims.md.
+
+    python benchmarks/claims.py
+
+claims.yaml has the claims, the notes' numbers and the kind of answer (answers.py) that decides each; numbers of ours and verdicts come
+from records. Where a difference is tested, its interval and p are those of oneround.analysis, corrected by Holm's method for all tests
+of one note.
+"""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import note_000
+from answers import (
+    ANSWERS,
+    FAMILY,
+    MERGENET,
+    NEAR,
+    NOT_MEASURED,
+    NOTE_000,
+    REFUTED,
+    REPRODUCED,
+    ROOT,
+    Answer,
+    Test,
+    learned_by_client,
+    listed,
+    notes,
+    percent,
+    record,
+    runs_of,
+)
+from common import markdown_head, markdown_row
+from oneround.analysis.comparison import grouped
+from oneround.analysis.statistics import LEVEL, Comparison, compare_paired, pairs_needed
+from oneround.formatting import plural
+
+PAGE = ROOT / "docs/claims.md"
+PAIRS = 3  # fewer decide nothing
+CLOSE = 2.0  # points: an interval no wider than this around our figure that holds the note's reproduces it
+
+
+@dataclass(frozen=True)
+class Row:
+    number: int
+    claim: str
+    note: str
+    answer: Answer
+    verdict: str
+    why: str
+    open: str
+    """The command that would measure it, or what is missing; empty where the list at the end of the page has the command."""
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------------------
+
+
+def verdict_of(tests: Sequence[Test], comparisons: Sequence[Comparison]) -> str:
+    """Refuted by a difference the other way, reproduced if none is missing, otherwise open."""
+    certain = [each for each, comparison in zip(tests, comparisons, strict=True) if comparison.significant]
+    if any(each.of_figure or each.difference.mean < 0 for each in certain):
+        return REFUTED
+    if len(certain) == len(tests) or all(map(agrees, tests)):
+        return REPRODUCED
+    return f"undecidable with {plural(max(len(each.difference.values) for each in tests), 'pair')}"
+
+
+def agrees(test: Test) -> bool:
+    """Whether ours is the note's figure, and known well enough to say so."""
+    margin = test.difference.margin
+    return (
+        test.of_figure
+        and len(test.difference.values) >= PAIRS
+        and margin is not None
+        and abs(test.difference.mean) <= margin <= CLOSE
+    )
+
+
+def corrected(tests: Sequence[Test]) -> list[Comparison]:
+    """All tests of a note together; those with too few pairs are none."""
+    tested = iter(compare_paired([each.difference for each in tests if len(each.difference.values) >= PAIRS]))
+    return [next(tested) if len(each.difference.values) >= PAIRS else Comparison(each.difference) for each in tests]
+
+
+def needed(comparisons: Sequence[Comparison]) -> str:
+    """How many pairs would see a point, of the difference that varies most."""
+    unseen = [
+        each.difference.values for each in comparisons if not each.significant and len(each.difference.values) >= PAIRS
+    ]
+    most = max(map(statistics.stdev, unseen), default=0.0)
+    pairs = most and pairs_needed(most, 1.0, LEVEL / comparisons[0].comparisons)
+    return f"about {pairs} pairs would see a difference of 1 point" if pairs else ""
+
+
+# --- the rows --------------------------------------------------------------------------------------------------------------
+
+
+def numbers(text: str) -> list[int]:
+    """`1-3, 7` → 1, 2, 3, 7"""
+    ranges = [part.strip().partition("-") for part in text.split(",")]
+    return [number for low, _, high in ranges for number in range(int(low), int(high or low) + 1)]
+
+
+def later(note: str) -> set[int]:
+    """Rows of a note that a command at the end of the page would measure."""
+    return {number for entry in listed()["more"] for number in numbers(entry["rows"].get(note, "0-0"))}
+
+
+def rows_of(note: str) -> list[Row]:
+    """The rows of a note, judged together."""
+    claims = notes()[note]["claims"]
+    answered = {}
+    for number, claim in claims.items():
+        asked = dict(claim.get("answer", {}))
+        answered[number] = ANSWERS[asked.pop("kind")](**asked) if asked else Answer(verdict=NOT_MEASURED)
+    comparisons = iter(corrected([test for answer in answered.values() for test in answer.tests]))
+    rows = []
+    for number, claim in claims.items():
+        answer = answered[number]
+        mine = [next(comparisons) for _ in answer.tests]
+        verdict = verdict_of(answer.tests, mine) if mine else answer.verdict
+        why = answer.why or claim.get("why", "").format(**answer.facts)
+        if mine and not is_decided(verdict):
+            why = "; ".join(filter(None, [why, needed(mine)]))
+        rest = "" if is_decided(verdict) else claim.get("missing") or claim.get("command", "")
+        if rest:
+            rest = f"missing: {rest}" if "missing" in claim else f"`{rest}`"
+        rows.append(Row(number, claim["claim"], answer.note or claim.get("note", "–"), answer, verdict, why, rest))
+    return rows
+
+
+def is_decided(verdict: str) -> bool:
+    return verdict in (REPRODUCED, REFUTED)
+
+
+# --- the page --------------------------------------------------------------------------------------------------------------
+
+
+INTRODUCTION = """The methods here go back to five source notes on experiments with FAFI, its successors (V4 to V14) and MergeNet. The notes
+are in Chinese and not published; this page quotes what it needs. It has a row for every claim: what the note says, what is measured here, whether
+that decides it, and why. `python benchmarks/claims.py` writes it from the records in [`results/`](../results/README.md), and each verdict links what
+it rests on."""
+VERDICTS = f"""**Verdicts.** A difference is paired on the same partition and seeds, in points of test accuracy unless the row says otherwise, with its 95 %
+interval and the number of pairs n (n.d.: the interval contains 0). *Reproduced* and *refuted*: p < {LEVEL:g} in a paired t-test, corrected by Holm's method for all
+tests of the note, with the sign claimed (at every α of the row) or the other. *Undecidable with n pairs*: neither. Fewer than {PAIRS} pairs decide nothing, however large the
+difference; and that no difference is seen does not show that there is none. A number of the note is refuted if ours differs from it by that test, and
+reproduced if it lies in our interval and that is at most ± {CLOSE:g} points wide. Arithmetic, traces of λ and definitions are decided by computation or a
+named test. *Not measured* rows show the nearest there is, and a command. The notes have one run in each cell: how much theirs would vary is not known."""
+MODES = """**Evaluation mode.** The code behind the notes scored its ensembles in training mode, so that batch norm took the statistics of the
+test batch (256 shuffled images). That is *transductive*: it needs batches with many classes, and can change an accuracy by tens of points. The notes'
+accuracies of V4 to V13 are of that kind. Ours are in *evaluation* mode (running statistics) and, for source note 000, in both on the same uploads.
+`--set evaluation.batch_norm=batch` measures both in any run; records made before there was that option have the one."""
+MORE = """Commands for rows that are not measured at all are in those rows. These would decide the others, or bring them nearer. Seconds: of the runs in
+the record, upper bounds, as other work shared the GPU."""
+
+
+def page() -> str:
+    judged = {number: rows_of(number) for number in notes()}
+    lines = ["# The claims of the source notes", "", wrapped(INTRODUCTION), "", *_counts(judged), ""]
+    lines += [wrapped(VERDICTS), "", wrapped(MODES), ""]
+    for number, note in notes().items():
+        lines += [
+            f"## Source note {number}: {note['title']}",
+            "",
+            _setting(note["setting"]),
+            "",
+            *_table(judged[number]),
+            "",
+        ]
+    return "\n".join([*lines, "## What more GPU time would change", "", wrapped(MORE), "", *_more()]) + "\n"
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 140, break_long_words=False, break_on_hyphens=False)
+
+
+def _counts(judged: Mapping[str, Sequence[Row]]) -> list[str]:
+    """Rows by verdict."""
+    heads = [REPRODUCED, REFUTED, "undecidable", NOT_MEASURED]
+    lines = [f"| source note | claims | {' | '.join(heads)} |", "|---" + "|---:" * 5 + "|"]
+    total: Counter[str] = Counter()
+    for number, rows in judged.items():
+        found = Counter("undecidable" if row.verdict.startswith("undecidable") else row.verdict for row in rows)
+        total += found
+        title = f"[{number}](#{anchor(number)}): {notes()[number]['title']}"
+        lines.append(f"| {title} | {len(rows)} | {' | '.join(str(found[head]) for head in heads)} |")
+    return [*lines, f"| all | {total.total()} | {' | '.join(str(total[head]) for head in heads)} |"]
+
+
+def anchor(note: str) -> str:
+    return f"source-note-{note}-{notes()[note]['title'].lower().replace(' ', '-')}"
+
+
+def _setting(text: str) -> str:
+    mix = " ".join(f"{value:.2f}" for value in learned_by_client(runs_of(FAMILY, "v9")[0], 1))
+    teachers = [100 * each["teacher"] for each in record(MERGENET)["cells"]]
+    teacher = f"{min(teachers):.0f} to {max(teachers):.0f}"
+    return wrapped(text.format(mix=mix, near=percent(NEAR), teacher=teacher, repeat=_repeat()))
+
+
+def _repeat() -> str:
+    """By how much the same snapshots differ when they are measured twice."""
+    first, again = (note_000.Pairs(dict(record(name))).entries for name in (NOTE_000, f"{NOTE_000}_repeat"))
+    parts = []
+    for epoch in sorted({key[-1] for key in again}):
+        both = [(first[key]["accuracy"], again[key]["accuracy"]) for key in again if key in first and key[-1] == epoch]
+        most = {mode: max(100 * abs(one[mode] - other[mode]) for one, other in both) for mode in note_000.MODES}
+        parts.append(f"{most['evaluation']:.1f} points (transductive {most['transductive']:.1f}) after epoch {epoch}")
+    return " and ".join(parts)
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    both = any(row.answer.transductive != "–" for row in rows)
+    heads = [
+        "no.",
+        "claim",
+        "the note",
+        *(("ours, evaluation", "ours, transductive") if both else ("ours",)),
+        "verdict",
+        "why",
+    ]
+    lines = markdown_head(heads)
+    for row in rows:
+        ours = [row.answer.evaluation, *([row.answer.transductive] if both else [])]
+        verdict = f"[{row.verdict}](../{row.answer.evidence})" if row.answer.evidence else row.verdict
+        why = "; ".join(filter(None, [row.why, row.open]))
+        lines.append(markdown_row([str(row.number), row.claim, row.note, *ours, verdict, why]))
+    return lines
+
+
+def _more() -> list[str]:
+    lines = markdown_head(["rows", "command", "seconds on an H200"])
+    for entry in listed()["more"]:
+        rows = "; ".join(f"{note}: {which}" for note, which in entry["rows"].items())
+        lines.append(markdown_row([rows, f"`{entry['command']}`", _cost(entry.get("cost", "not measured"))]))
+    return lines
+
+
+def _cost(cost: str | Sequence[str]) -> str:
+    """Seconds that methods of source notes 000 and 003 took: a partition at all α, and a run."""
+    if isinstance(cost, str):
+        return cost
+    if set(cost) <= set(note_000.METHODS):
+        cells = [each for each in record(NOTE_000)["cells"] if each["kind"] == "dirichlet-overlap"]
+        by_method = grouped([each for each in cells if each["partition"] == 1], lambda each: each["method"])
+        return (
+            ", ".join(f"{method} {sum(each['seconds'] for each in by_method[method]):.0f}" for method in cost)
+            + " a partition"
+        )
+    by_method = grouped(record(MERGENET)["cells"], lambda each: each["method"])
+    return (
+        ", ".join(f"{method} {statistics.mean(each['seconds'] for each in by_method[method]):.0f}" for method in cost)
+        + " a run"
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
