@@ -22,7 +22,8 @@ from oneround.analysis.tables import methods_sheet
 from oneround.config.load import checked
 from oneround.errors import RecipeError
 from oneround.runs.archive import find_runs
-from oneround.studies.sweep import Grid, _record_outcome, cells, read_grid, sweep
+from oneround.studies.merge import merge_runs
+from oneround.studies.sweep import Grid, _record_outcome, cells, part_of, read_grid, sweep
 from oneround.training import silent
 
 SMALL: dict[str, Any] = {
@@ -113,6 +114,17 @@ def test_two_methods_cannot_share_a_folder(tmp_path: Path) -> None:
         cells(small(methods=[str(file) for file in files]))
 
 
+def test_parts_are_the_whole_sweep_and_share_nothing() -> None:
+    every = cells(small())
+    parts = [part_of(every, f"{number}/3") for number in (1, 2, 3)]
+    assert [cell.name for cell in parts[1]] == [every[1].name], "every third, from the second on"
+    assert sorted(cell.name for part in parts for cell in part) == sorted(cell.name for cell in every)
+    assert part_of(every, "1/1") == every and part_of(every, "9/9") == []
+    for text in ("0/3", "4/3", "3", "1/0", "a/b", "-1/3"):
+        with pytest.raises(RecipeError, match=f"--part {text}: must be"):
+            part_of(every, text)
+
+
 LOADING = """
 import torch
 def asked(*_): raise SystemExit("CUDA was asked for something")
@@ -181,6 +193,13 @@ def test_the_time_budget_is_kept(tmp_path: Path) -> None:
     assert standing.left and epochs
     allowed = max(1.5, max(seconds for _, seconds in epochs)) + 1.0
     assert 6 - 0.1 <= epochs[-1][0] - begun <= 6 + allowed
+
+
+def test_parts_that_two_machines_measured_give_the_same_table(undisturbed: Path, tmp_path: Path) -> None:
+    for number in (1, 2):
+        assert len(sweep(part_of(cells(small()), f"{number}/2"), tmp_path / f"machine-{number}", workers=1).done) == 2
+    merged = merge_runs([tmp_path / "machine-1", tmp_path / "machine-2"], tmp_path / "all")
+    assert merged.runs == 4 and not merged.faults and table(tmp_path / "all") == table(undisturbed)
 
 
 def test_a_cell_that_fails_is_reported_and_the_others_go_on(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from rich.markup import escape
 from oneround.cli import comparing as comparing
 from oneround.cli import diagnosing as diagnosing
 from oneround.cli import federating as federating
+from oneround.cli import merging as merging
 from oneround.cli import reporting as reporting
 from oneround.cli import running as running
 from oneround.cli import using as using
@@ -34,6 +35,7 @@ _ORDER = [
     "methods",
     "partition",
     "sweep",
+    "merge",
     "compare",
     "diagnose",
     "report",

@@ -98,6 +98,7 @@ def sweep(
     minutes: Annotated[float | None, typer.Option("--minutes", min=0.01, help="Time budget: stop between two epochs; the same command resumes.")] = None,
     workers: Annotated[int | None, typer.Option("--workers", min=1, help="Cells at once; otherwise one per GPU, or per core.")] = None,
     ray: Annotated[str | None, typer.Option("--ray", help="Run the cells on a Ray cluster: its address, or local.", metavar="ADDRESS")] = None,
+    part: Annotated[str | None, typer.Option("--part", help="Only a part of the cells: 2/5 is every fifth from the second on; oneround merge joins parts.", metavar="K/N")] = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder of the sweep: every cell is a run folder in it.")] = Path("sweeps/sweep"),
     baseline: Annotated[str | None, typer.Option("--baseline", help="Method the others are compared with.")] = None,
 ) -> None:  # fmt: skip
@@ -106,7 +107,7 @@ def sweep(
     from oneround.analysis.tables import methods_sheet
     from oneround.cli.progress import SweepLive
     from oneround.runs.archive import find_runs
-    from oneround.studies.sweep import Grid, cells, read_grid
+    from oneround.studies.sweep import Grid, cells, part_of, read_grid
     from oneround.studies.sweep import sweep as run_all
 
     from_file = len(methods) == 1 and _is_sweep_file(Path(methods[0]))
@@ -118,6 +119,7 @@ def sweep(
     raw["set"] = {**overrides, **raw.get("set", {}), **dict(parse_override(text) for text in sets or [])}
     local = {"local.data_path": None if data_dir is None else str(data_dir), "local.device": device}
     grid_cells = cells(checked(Grid, raw), [(key, value) for key, value in local.items() if value is not None])
+    grid_cells = part_of(grid_cells, part) if part is not None else grid_cells
     try:
         with SweepLive(out) as live:
             progress = run_all(grid_cells, folder, minutes=minutes, workers=workers, ray=ray, emit=live.emit)
@@ -125,7 +127,11 @@ def sweep(
         raise Interrupted("interrupted; what is done is kept, the same command resumes") from None
     if progress.left:
         print_line(f"{len(progress.left)} cells are left, the time is over; the same command resumes.")
-    if progress.done:
+    if progress.done and part is not None:  # its methods may have no partition in common
+        print_line(
+            f"{len(progress.done)} cells of part {part} are in {folder}/; oneround merge joins parts of several folders"
+        )
+    elif progress.done:
         runs = find_runs([folder / name for name in progress.done])
         common = bool(progress.left or progress.failed)
         baseline = baseline or compare_runs(runs, common=common)[0].baseline.method

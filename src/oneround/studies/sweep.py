@@ -129,6 +129,14 @@ def cells(grid: Grid, local: Overrides = ()) -> list[Cell]:
     return grid_cells
 
 
+def part_of(grid_cells: Sequence[Cell], part: str) -> list[Cell]:
+    """A part of a sweep, for one of several machines: `2/5` is every fifth cell, from the second on."""
+    match = re.fullmatch(r"(\d+)/(\d+)", part)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise RecipeError(f"--part {part}: must be a part and the number of parts, from 1/5 to 5/5")
+    return list(grid_cells[int(match[1]) - 1 :: int(match[2])])
+
+
 def _file_name(value: Any) -> str:
     return re.sub(r"[^\w.+-]+", "-", str(value))
 
