@@ -37,7 +37,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start:
 
 LONG = (
     "test_deployment", "test_workers", "test_sweep", "test_examples", "test_running", "test_using", "test_main", "test_server_app",
-    "test_simulation", "test_exchange", "test_readme", "test_docs",
+    "test_simulation", "test_exchange", "test_ray_pool", "test_readme", "test_docs",
 )  # fmt: skip
 """Files whose tests begin first, so that workers which share the files end together."""
 

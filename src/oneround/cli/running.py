@@ -23,6 +23,7 @@ from oneround.cli.options import (
     SeedOption,
     SetOption,
     app,
+    finite,
     make_recipe,
     out,
     print_line,
@@ -95,10 +96,23 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on where an earlier run in the same folder was stopped.")
     ] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option("--ray", help="Train the clients on a Ray cluster: its address, or local.", metavar="ADDRESS"),
+    ] = None,
+    ray_gpus: Annotated[
+        float | None,
+        typer.Option(
+            "--ray-gpus",
+            min=0,
+            callback=finite,
+            help="GPUs of a Ray worker: 0.25 for four on a card; default: 1, or none.",
+        ),
+    ] = None,
     sets: SetOption = None,
 ) -> None:
     """Run a method: all clients on this machine, one upload each, every fusion rule of the recipe scored."""
-    if may_use_workers(device):
+    if ray is None and may_use_workers(device):
         load_workers(WORKERS)  # in parallel to the imports here, which load PyTorch
     from oneround.analysis.diagnosis.diagnose import LiveDiagnosis
     from oneround.cli.progress import Live
@@ -126,7 +140,8 @@ def run(
             if finding.severity != "note":
                 live.print_line(f"  {finding.summary}")
 
-        result = simulate(resolved, folder, resume=resume, emit=LiveDiagnosis(folder, on_finding, live.emit))
+        emit = LiveDiagnosis(folder, on_finding, live.emit)
+        result = simulate(resolved, folder, resume=resume, emit=emit, ray=ray, ray_gpus=ray_gpus)
     out.print()
     print_result(result)
     print_line(f"{time.monotonic() - started:.0f} s. Everything is in {folder}/")

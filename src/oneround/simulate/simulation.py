@@ -1,4 +1,4 @@
-"""The in-process transport: all clients on this machine.
+"""The in-process transport: all clients on this machine, or on the workers of a Ray cluster.
 
 All clients train to the next snapshot, then their uploads are fused and scored. The state of idle clients is on disk and scoring holds one
 network at a time, so memory does not grow with the number of clients. A run can be killed at any moment and resumed: uploads and states
@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from oneround.runs.folder import RunFolder
 from oneround.runs.result import Result
 from oneround.server.loop import is_begun, open_run, serve
 from oneround.server.plan import DealtPlan
+from oneround.simulate.ray_pool import RayPool, connected
 from oneround.simulate.workers import TrainJob, WorkerPool
 from oneround.site import num_workers
 from oneround.training import Emit, silent
@@ -47,25 +48,38 @@ def run(
     emit: Emit = silent,
     workers: WorkerPool | None = None,
     deadline: float | None = None,
+    ray: str | None = None,
+    ray_gpus: float | None = None,
 ) -> Result:
     """Run a recipe with all clients on this machine; writes everything to `folder` and returns the result.
 
     `resume`: continue where an earlier run in the folder was stopped. `workers`: a pool that several runs share. At `deadline`
-    (`time.time()`) every client ends its epoch and saves its state, and `OutOfTime` is raised.
+    (`time.time()`) every client ends its epoch and saves its state, and `OutOfTime` is raised. `ray`: train the clients on the
+    Ray cluster at this address, each with `ray_gpus` GPUs (default: one where the cluster has any, otherwise none).
     """
     run_folder = RunFolder(Path(folder))
     if run_folder.recipe.exists() and not resume:
         raise RecipeError(
             f"{run_folder.path}: there is a run here already; continue with --resume, or choose another --out"
         )
+    if ray_gpus is not None and ray is None:
+        raise RecipeError(f"--ray-gpus {ray_gpus:g}: only with --ray, the address of the cluster")
     emit = partial(_log_trouble, emit)
     data = data or load_dataset(recipe.data, recipe.local.data_path)
     plan = DealtPlan.of(recipe, data)
-    size = num_workers(plan.recipe.local, plan.traffic.parameters, len(plan.clients))
-    with run_folder.locked(), logging_to(run_folder.path / "run.log"):
+    local, parameters, clients = plan.recipe.local, plan.traffic.parameters, len(plan.clients)
+    size, cluster = num_workers(local, parameters, clients), ExitStack()
+
+    def make_pool() -> WorkerPool | RayPool:
+        if ray is None:
+            return WorkerPool(plan.data.train, size, emit, deadline)
+        cluster.enter_context(connected(ray))
+        return RayPool(plan.data.train, clients, local, parameters, ray_gpus, emit, deadline)
+
+    with run_folder.locked(), logging_to(run_folder.path / "run.log"), cluster:
         finished = is_begun(plan, run_folder) and run_folder.result.exists()
         try:
-            if workers is None and size > 1 and not finished:
+            if ray is None and workers is None and size > 1 and not finished:
                 load_workers(WorkerPool.__module__)
             remarks = [*plan.remarks(), *simulation_remarks(plan)]
             notes = [f"  note: {remark}" for remark in remarks]
@@ -73,10 +87,13 @@ def run(
             if not finished:
                 for remark in remarks:
                     log.warning(remark)
+            own = None if finished or workers else make_pool()  # a cluster that cannot be used leaves nothing behind
             open_run(plan, run_folder, emit)
             if run_folder.result.exists():
                 return Result.read(run_folder.path)
-            with nullcontext(workers) if workers else WorkerPool(plan.data.train, size, emit, deadline) as pool:
+            with nullcontext(workers) if workers else own or make_pool() as pool:
+                if isinstance(pool, RayPool):
+                    _record_workers(run_folder, pool)
                 result = serve(plan, run_folder, SimulatedClients(plan, run_folder, pool), emit)
         except KeyboardInterrupt:
             advice = (
@@ -92,6 +109,13 @@ def run(
             ) from None
         shutil.rmtree(run_folder.path / "clients", ignore_errors=True)
         return result
+
+
+def _record_workers(folder: RunFolder, pool: RayPool) -> None:
+    """The device that trains is that of the workers."""
+    if (folder.path / "environment.json").is_file():
+        environment = folder.read_json("environment.json", "remove it")
+        folder.write_json("environment.json", {**environment, "device": pool.device, "ray": str(pool.resources)})
 
 
 def simulation_remarks(plan: DealtPlan) -> list[str]:
@@ -111,7 +135,7 @@ class SimulatedClients:
 
     snapshots = live = trusted = True
 
-    def __init__(self, plan: DealtPlan, folder: RunFolder, pool: WorkerPool) -> None:
+    def __init__(self, plan: DealtPlan, folder: RunFolder, pool: WorkerPool | RayPool) -> None:
         self.plan, self.folder, self.pool = plan, folder, pool
         self.spreads = folder.read_spreads()
         """Epoch → spread of the clients' prototypes after it, if a schedule needs it."""

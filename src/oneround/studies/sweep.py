@@ -34,6 +34,7 @@ from oneround.processes import begin_worker, forked_from, hidden_main, worker_po
 from oneround.runs.folder import RunFolder
 from oneround.runs.record import flat
 from oneround.simulate import run
+from oneround.simulate.ray_pool import connected
 from oneround.training import Emit, silent
 
 MOST_SEEDS = 1000  # in a range
@@ -284,12 +285,9 @@ def _run_cell_here(cell: Cell, folder: Path, deadline: float | None) -> dict[str
 @contextmanager
 def _on_ray(address: str) -> Iterator[tuple[Submit, int]]:
     """Tasks of a Ray cluster; its machines must share the folder and find the data at the same path."""
-    try:
+    with connected(address):
         import ray
-    except ImportError:
-        raise RecipeError("--ray: Ray is not installed here; pip install ray") from None
-    ray.init(address=address, log_to_driver=False, include_dashboard=False if address == "local" else None)
-    try:
+
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         gpus = int(resources.get("GPU", 0))
         task = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0, max_retries=0)(run_cell)
@@ -297,5 +295,3 @@ def _on_ray(address: str) -> Iterator[tuple[Submit, int]]:
             lambda cell, folder, deadline: task.remote(cell, folder.resolve(), deadline).future(),
             max(1, gpus or int(resources["CPU"])),
         )
-    finally:
-        ray.shutdown()
