@@ -5,17 +5,21 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 import tables
 from commands import bad, good
+from oneround.cli.options import app
 from oneround.config.load import checked, load, merge, parse, read_yaml
 from oneround.federate.sites import SiteFile
 from oneround.runs.archive import find_runs
@@ -156,6 +160,56 @@ def test_the_page_on_federation_shows_recipes_that_load() -> None:
     shown_files = {title: code for _, title, code in BLOCK.findall(page)}
     assert parse(merge(load("fafi").model_dump(mode="json"), _yaml(shown_files["lungs.yaml"]))).quorum == 2
     assert checked(SiteFile, _yaml(shown_files["hospital-b.yaml"])).labels == {"lung infection": "pneumonia"}
+
+
+# --- the page on scaling -----------------------------------------------------------------------------------------------
+
+SMALL = {
+    "model.encoder": {"kind": "cnn", "width": 4},
+    "training.epochs": 1,
+    "training.batch_size": 64,
+    "fusion": ["iffi"],
+}
+
+
+def called(script: str, folder: Path, environment: dict[str, str]) -> Iterator[list[str]]:
+    """The arguments with which a shell script calls oneround, each when the calls before it have been carried out."""
+    for number, line in enumerate(script.splitlines()):
+        if line.startswith("oneround "):
+            shim = f"oneround() {{ printf '%s\\0' \"$@\" > {number}.call; }}\n"
+            subprocess.run(["bash", "-euc", shim + line], cwd=folder, env={**os.environ, **environment}, check=True)
+            yield (folder / f"{number}.call").read_text().split("\0")[:-1]
+
+
+def test_the_commands_on_scaling_run(tmp_path: Path) -> None:
+    """Those that need no cluster, in order; of the others, the options."""
+    blocks = BLOCK.findall((ROOT / "docs/scaling.md").read_text(encoding="utf-8"))
+    files = {title: code for _, title, code in blocks if title}
+    sweep = _yaml(files["sweep.yaml"])
+    assert sweep["set"] == {"data": "cifar10"}
+    sweep |= {"partitions": "1-2", "set": {**SMALL, "data": "digits", "partition.clients": 2}}
+    (tmp_path / "sweep.yaml").write_text(json.dumps(sweep))
+    sets = [word for key, value in SMALL.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    ran: list[str] = []
+    for code in [code for kind, title, code in blocks if kind == "sh" and not title]:
+        if "sbatch sweep.sbatch" in code:
+            for task in range(1, 6):
+                for words in called(files["sweep.sbatch"], tmp_path, {"SLURM_ARRAY_TASK_ID": str(task)}):
+                    good(*words, cwd=tmp_path)
+        for words in called(code, tmp_path, {}):
+            command = typer.main.get_command(app).commands[words[0]]  # type: ignore[attr-defined]
+            command.make_context(words[0], words[1:])
+            if "--ray" not in words:
+                small = (
+                    [*sets, "--set", "local.workers=1", "--set", "partition.clients=2"]
+                    if words[0] in ("run", "sweep")
+                    else []
+                )
+                shorter = [{"cifar10": "digits", "1-5": "1-2"}.get(word, word) for word in words]
+                ran.append(good(*shorter, *small, cwd=tmp_path))
+    merged = [text for text in ran if "added" in text]
+    assert [text.split(":")[0] for text in merged] == ["4 run(s) in sweeps/all", "2 run(s) in all.json"]
+    assert len(list((tmp_path / "sweeps" / "all").rglob("result.json"))) == 4
 
 
 def _yaml(text: str) -> dict[str, Any]:
