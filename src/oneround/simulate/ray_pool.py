@@ -172,7 +172,7 @@ class RayPool:
         self._ready = self._hired = self._failed = 0
         self._announced = False
         self._actors: list[Any] = []
-        self._broadcast: tuple[tuple[Path, int], Any] | None = None
+        self._broadcast: tuple[tuple[Path, int, int], Any] | None = None
         self._reached: dict[tuple[Path, str], int] = {}
         self._threads: list[threading.Thread] = []
 
@@ -380,7 +380,8 @@ class RayPool:
         import ray
 
         with self._changed:
-            version = path, path.stat().st_mtime_ns
+            status = path.stat()
+            version = path, status.st_mtime_ns, status.st_ino
             if self._broadcast is None or self._broadcast[0] != version:
                 self._broadcast = version, ray.put(path.read_bytes())
             return self._broadcast[1]
