@@ -50,7 +50,7 @@ def test_how_many_clients_run_at_once_does_not_matter(
 def test_a_worker_reads_a_new_broadcast_though_it_is_of_the_same_second(digits: Dataset, tmp_path: Path) -> None:
     first = prepared(digits)
     second = replace(first, weights={name: value + 1 for name, value in first.weights.items()})
-    worker, path = Worker(digits.train, silent), tmp_path / "broadcast.safetensors"
+    worker, path = Worker(digits.train, silent, None), tmp_path / "broadcast.safetensors"
     for broadcast in (first, second):
         broadcast.write(path)
         os.utime(path, (1e9, 1e9))
