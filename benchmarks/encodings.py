@@ -26,7 +26,7 @@ from oneround.config.recipe import Recipe
 from oneround.data import Dataset, load_dataset
 from oneround.evaluate import score_uploads
 from oneround.protocol import Broadcast, Upload, UploadFolder
-from oneround.protocol.encoding import bytes_of
+from oneround.protocol.encoding import bytes_of, encoded_layout, layout_of
 from oneround.runs.environment import environment
 from oneround.runs.folder import RunFolder
 from oneround.simulate import run
@@ -166,7 +166,7 @@ def encoded(
     scores, *_ = score_uploads(rules, uploads, changed, data.test, site)
     return {
         "accuracy": {name: score.accuracy for name, score in scores.items()},
-        "bytes": uploads[0].size - bytes_of(changed.sums),
+        "bytes": bytes_of(encoded_layout(layout_of(uploads[0].weights | uploads[0].statistics), encoding)),
     }
 
 
