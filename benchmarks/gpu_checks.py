@@ -1,5 +1,6 @@
 """What only a GPU can show: repeats are bit-equal when asked, recording a step changes nothing, a part that cannot be
-recorded still trains, a CPU and a GPU agree on training, fixed features and ridges, and a batch that does not fit is answered with one that does.
+recorded still trains, clients train together as they do one by one, a CPU and a GPU agree on training, fixed features and
+ridges, and a batch that does not fit is answered with one that does.
 
     python benchmarks/gpu_checks.py
 """
@@ -114,6 +115,21 @@ def ridges_apart() -> float:
     return float((scores[0] - scores[1]).abs().max())
 
 
+def clients_apart() -> dict[str, float]:
+    """Largest relative distance between weights made one by one and together in fp32, with steps recorded and not."""
+    sent = broadcast(model__encoder={"kind": "cnn", "width": 16}, training__batch_size=32, training__epochs=3)
+    apart = {}
+    for name, record in (("eager", False), ("recorded", True)):
+        local = Local(precision="fp32", record=record)
+        sites = {
+            slot: Site(f"c{slot}", data.train.take(torch.arange(96) + 96 * slot), local=local) for slot in range(8)
+        }
+        uploads = acts.train_group(sent, sites, 9, sent.last_epoch)
+        pairs = zip((acts.train(sent, site) for site in sites.values()), uploads, strict=True)
+        apart[name] = max(difference(one, other) for one, other in pairs)
+    return apart
+
+
 def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__)
     for shape in ((1024, 64, 32, 32), (1024, 512, 4, 4), (128, 144, 32, 32), (6, 24, 7, 7), (2, 16, 1, 1)):
@@ -142,6 +158,8 @@ def main() -> None:
         for device in ("cpu", "cuda")
     ]
     check("a CPU and a GPU agree after two steps", difference(*both) < 5e-3, difference(*both))
+    for name, apart in clients_apart().items():
+        check(f"clients trained together, {name}", apart < 1e-3, f"relative distance to one by one {apart:.1e}")
     check("fixed features on a CPU and a GPU", (apart := features_apart()) < 1e-3, f"largest difference {apart:.1e}")
     check("ridge scores from a CPU and from a GPU", (apart := ridges_apart()) < 1e-2, f"largest difference {apart:.1e}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,6 +40,7 @@ from oneround.site import Site
 from oneround.training import Emit, Learner, Trainer, silent
 from oneround.training.alignment.anchors import anchors
 from oneround.training.bank import make_bank
+from oneround.training.batched_loop import Group
 from oneround.training.feature_sums import feature_sums
 from oneround.training.reference import make_reference
 from oneround.training.server_side import public_images
@@ -168,22 +169,52 @@ def train(
         companion = CompanionNetwork(recipe.companion, broadcast, site) if recipe.companion else None
         learner = Learner(broadcast, site, emit, trainer, companion=companion)
         learner.train(broadcast.last_epoch if until is None else until)
-        stopped = disclosed_stop(learner.stopped, learner.stopped_summary, recipe.reveal)
-        if stopped and learner.epoch == broadcast.first_epoch:
-            raise RunError(stopped)  # no epoch counts: the client sends this refusal
-        encoding = recipe.upload.encoding
-        return Upload(
-            client=site.name,
-            recipe_digest=broadcast.digest,
-            epoch=learner.epoch,
-            class_counts=disclosed_counts(learner.counts, recipe.reveal),
-            weights=as_received(learner.net.weights(), encoding),
-            statistics=as_received(_measure(learner, broadcast), encoding),
-            sums=feature_sums(broadcast, site),
-            history=disclosed_history(learner.history, recipe.reveal),
-            stopped=stopped,
-            encoding=encoding,
-        )
+        return _upload(learner)
+
+
+def train_group(
+    broadcast: Broadcast,
+    sites: Mapping[int, Site],
+    slots: int,
+    until: int,
+    emit: Emit = silent,
+    trainer: Trainer | None = None,
+) -> Iterator[Upload]:
+    """`train` for several clients at once, each in its slot of one batched network; uploads come as each is measured."""
+    first = next(iter(sites.values()))
+    with first.arithmetic(broadcast.parameters, search=True):
+        group = Group(broadcast, sites, slots, emit, trainer)
+        group.train(until)
+        refusal: RunError | None = None
+        for learner in group.learners.values():
+            try:
+                yield _upload(learner)
+            except RunError as error:
+                refusal = error
+        if refusal is not None:
+            raise refusal
+
+
+def _upload(learner: Learner) -> Upload:
+    """What a trained client sends."""
+    broadcast, site = learner.broadcast, learner.site
+    recipe = broadcast.recipe
+    stopped = disclosed_stop(learner.stopped, learner.stopped_summary, recipe.reveal)
+    if stopped and learner.epoch == broadcast.first_epoch:
+        raise RunError(stopped)  # no epoch counts: the client sends this refusal
+    encoding = recipe.upload.encoding
+    return Upload(
+        client=site.name,
+        recipe_digest=broadcast.digest,
+        epoch=learner.epoch,
+        class_counts=disclosed_counts(learner.counts, recipe.reveal),
+        weights=as_received(learner.net.weights(), encoding),
+        statistics=as_received(_measure(learner, broadcast), encoding),
+        sums=feature_sums(broadcast, site),
+        history=disclosed_history(learner.history, recipe.reveal),
+        stopped=stopped,
+        encoding=encoding,
+    )
 
 
 def _sum_only(broadcast: Broadcast, site: Site, emit: Emit) -> Upload:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -144,3 +146,23 @@ def test_a_step_is_few_operations_and_waits_for_nothing(
         counts[steps] = operations
     assert counts[2].reads == counts[5].reads > 0
     assert (counts[5].count - counts[2].count) / 3 <= limit
+
+
+TRAINED = """
+import sys, numpy
+from oneround import acts
+from oneround.config.load import load
+from oneround.data import dataset_from_arrays
+from oneround.site import Site
+x, y = numpy.zeros((8, 8, 8), numpy.uint8), numpy.arange(8) % 2
+data = dataset_from_arrays("few", x, y, x, y)
+recipe = acts.resolve(load("v10", [("model.encoder", {"kind": "cnn", "width": 4}), ("training.epochs", 1)]), data)
+acts.train(acts.prepare(recipe, data.class_names, data.shape), Site("site", data.train))
+print(*sorted({"sympy", "torch._dynamo"} & set(sys.modules)))
+"""
+
+
+def test_a_step_loads_neither_the_compiler_nor_sympy() -> None:
+    """Each takes as long to load as PyTorch, in every process that trains."""
+    done = subprocess.run([sys.executable, "-c", TRAINED], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == []

@@ -69,6 +69,15 @@ class RunFolder:
         """The command that resumes the run."""
         return f"oneround run {self.path} --resume"
 
+    @property
+    def is_batched(self) -> bool:
+        """Whether its clients were trained together when the run was begun."""
+        try:
+            content = self.read_environment()
+        except (OSError, RunError):  # missing or damaged: one by one, which differs in rounding only
+            return False
+        return content.get("batched") is True
+
     def read_spreads(self) -> dict[int, float]:
         """Epoch → distance between the clients' prototypes after it; empty unless a schedule depends on it."""
         if not (self.path / "consensus.json").is_file():

@@ -70,8 +70,11 @@ class Transport(Protocol):
         """Remarks in the result on how the uploads were collected."""
 
 
-def open_run(plan: Plan, folder: RunFolder, emit: Emit = silent) -> None:
-    """Initialise the run's folder, or check the run in it, which must have this recipe. The caller has locked the folder."""
+def open_run(plan: Plan, folder: RunFolder, emit: Emit = silent, batched: bool = False) -> None:
+    """Initialise the run's folder, or check the run in it, which must have this recipe. The caller has locked the folder.
+
+    `batched`: whether clients are trained together, which a new run's environment says.
+    """
     if is_begun(plan, folder):
         if folder.result.exists():
             _check_finished(folder)
@@ -79,7 +82,8 @@ def open_run(plan: Plan, folder: RunFolder, emit: Emit = silent) -> None:
             _check_broadcast(plan, folder, emit)
         return
     broadcast = plan.prepare(emit)  # first: a recipe that cannot be prepared leaves nothing behind
-    folder.write_json("environment.json", environment(choose_device(plan.recipe.local.device)))
+    mode = {"batched": True} if batched else {}
+    folder.write_json("environment.json", environment(choose_device(plan.recipe.local.device)) | mode)
     if isinstance(plan, DealtPlan):
         folder.write_json("partition.json", plan.partition())
     broadcast.write(folder.broadcast)

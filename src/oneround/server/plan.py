@@ -160,6 +160,11 @@ class DealtPlan(Plan):
     def num_sites(self) -> int:
         return len(self.clients)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of samples of every client that has some."""
+        return {name: self.split.sizes[number] for name, number in self.clients.items()}
+
     @cached_property
     def rounds_by_client(self) -> dict[str, int]:
         """Number of rounds in which each client takes part."""
@@ -215,8 +220,8 @@ class DealtPlan(Plan):
             )
         return remarks + super().remarks()
 
-    def lines(self) -> list[str]:
-        """The run's size as text: samples, steps, parameters, bytes, device."""
+    def lines(self, batched: bool = False) -> list[str]:
+        """The run's size as text: samples, steps, parameters, bytes, device; `batched`: clients train together."""
         recipe, clients, local = self.recipe, self.clients, self.recipe.local
         sizes = [self.split.sizes[number] for number in clients.values()]
         shown = ", ".join(f"{size:,}" for size in sizes[:10])
@@ -227,6 +232,8 @@ class DealtPlan(Plan):
         if device.type == "cpu":
             at_once, threads = num_workers(local, parameters, len(clients)), threads_per_client(local, parameters)
             how = f"{at_once} at once, {threads} thread(s) each"
+        if batched:
+            how = "with steps of equal shape together"
         channels, height, width = self.data.shape
         each = " and round" if recipe.rounds > 1 else ""
         return [

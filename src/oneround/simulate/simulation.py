@@ -30,8 +30,9 @@ from oneround.runs.folder import RunFolder
 from oneround.runs.result import Result
 from oneround.server.loop import is_begun, open_run, serve
 from oneround.server.plan import DealtPlan
+from oneround.simulate.batching import REMARK, Members, groups, trains_batched
 from oneround.simulate.ray_pool import RayPool, connected
-from oneround.simulate.workers import TrainJob, WorkerPool
+from oneround.simulate.workers import GroupJob, TrainJob, WorkerPool
 from oneround.site import num_workers
 from oneround.training import Emit, silent
 from oneround.training.alignment.schedules import consensus, spread
@@ -81,20 +82,22 @@ def run(
         try:
             if ray is None and workers is None and size > 1 and not finished:
                 load_workers(WorkerPool.__module__)
-            remarks = [*plan.remarks(), *simulation_remarks(plan)]
+            batched = trains_batched(plan, run_folder, on_ray=ray is not None)
+            remarks = [*plan.remarks(), *simulation_remarks(plan, batched)]
             notes = [f"  note: {remark}" for remark in remarks]
-            emit({"event": "plan", "lines": [*plan.lines(), *notes], "steps": plan.steps, "epochs": plan.recipe.epochs})
+            lines = [*plan.lines(batched), *notes]
+            emit({"event": "plan", "lines": lines, "steps": plan.steps, "epochs": plan.recipe.epochs})
             if not finished:
                 for remark in remarks:
                     log.warning(remark)
             own = None if finished or workers else make_pool()  # a cluster that cannot be used leaves nothing behind
-            open_run(plan, run_folder, emit)
+            open_run(plan, run_folder, emit, batched)
             if run_folder.result.exists():
                 return Result.read(run_folder.path)
             with nullcontext(workers) if workers else own or make_pool() as pool:
                 if isinstance(pool, RayPool):
                     _record_workers(run_folder, pool)
-                result = serve(plan, run_folder, SimulatedClients(plan, run_folder, pool), emit)
+                result = serve(plan, run_folder, SimulatedClients(plan, run_folder, pool, batched), emit)
         except KeyboardInterrupt:
             advice = (
                 f"continue with {run_folder.resume_command}"
@@ -118,7 +121,7 @@ def _record_workers(folder: RunFolder, pool: RayPool) -> None:
         folder.write_json("environment.json", {**environment, "device": pool.device, "ray": str(pool.resources)})
 
 
-def simulation_remarks(plan: DealtPlan) -> list[str]:
+def simulation_remarks(plan: DealtPlan, batched: bool = False) -> list[str]:
     """Remarks on what only a simulation can do, or does worse than a real federation."""
     remarks = []
     if plan.recipe.secure:
@@ -127,16 +130,18 @@ def simulation_remarks(plan: DealtPlan) -> list[str]:
         )
     if plan.needs_other_clients:
         remarks.append("clients learn of each other's prototypes every epoch: simulation only, not a one-round method")
+    if batched:
+        remarks.append(REMARK)
     return remarks
 
 
 class SimulatedClients:
-    """The transport: clients that workers train in turn; their uploads and states are in the run's folder."""
+    """The transport: clients that workers train in turn or in groups; their uploads and states are in the run's folder."""
 
     snapshots = live = trusted = True
 
-    def __init__(self, plan: DealtPlan, folder: RunFolder, pool: WorkerPool | RayPool) -> None:
-        self.plan, self.folder, self.pool = plan, folder, pool
+    def __init__(self, plan: DealtPlan, folder: RunFolder, pool: WorkerPool | RayPool, batched: bool = False) -> None:
+        self.plan, self.folder, self.pool, self.batched = plan, folder, pool, batched
         self.spreads = folder.read_spreads()
         """Epoch → spread of the clients' prototypes after it, if a schedule needs it."""
         self.reached = self._reached()
@@ -154,7 +159,7 @@ class SimulatedClients:
         return {name: (rounds * each.down, rounds * each.up) for name, rounds in self.plan.rounds_by_client.items()}
 
     def remarks(self) -> list[str]:
-        return simulation_remarks(self.plan)
+        return simulation_remarks(self.plan, self.batched)
 
     def collect(self, broadcast: Broadcast, epoch: int) -> list[str]:
         """Train this round's participants to the end of `epoch`; one epoch at a time if they need each other's prototypes."""
@@ -175,7 +180,7 @@ class SimulatedClients:
 
     def _train_to(self, broadcast: Broadcast, names: Sequence[str], epoch: int) -> None:
         """Train the clients that have not reached that epoch; RunError if safeguards have stopped one of them."""
-        self._train([name for name in names if self.reached[name] != epoch], epoch)
+        self._train([name for name in names if self.reached[name] != epoch], epoch, names)
         manifests = [blob.peek(path, "upload") for path in self._paths(names)]
         stopped = [each["stopped"] for each in manifests if each["stopped"] and each["epoch"] < broadcast.last_epoch]
         if stopped:
@@ -193,7 +198,7 @@ class SimulatedClients:
             if self.spreads and self.reached[name] != self.plan.recipe.epochs and not self.folder.states(name)
         ]
         for epoch in sorted(self.spreads) if behind else ():
-            self._train(behind, epoch)
+            self._train(behind, epoch, list(self.plan.clients))
 
     def _reached(self) -> dict[str, int | None]:
         """The epoch of every client's upload. Removes damaged uploads and states; those clients train again."""
@@ -209,23 +214,44 @@ class SimulatedClients:
                 path.unlink()
         return reached
 
-    def _train(self, names: Sequence[str], epoch: int) -> None:
+    def _groups(self, names: Sequence[str], participants: Sequence[str]) -> list[Members]:
+        """Clients in the order they train: the groups of a round's participants, or each of `names` alone."""
+        sizes = self.plan.sizes
+        if self.batched:
+            return groups(self.plan.recipe, self.plan.data.shape, {name: sizes[name] for name in participants})
+        return [Members([name], 1) for name in sorted(names, key=lambda name: -sizes[name])]
+
+    def _train(self, names: Sequence[str], epoch: int, participants: Sequence[str]) -> None:
         """Train these clients to the end of an epoch, the largest first; at least one, even if the time is over."""
         clients, split, local = self.plan.clients, self.plan.split, self.plan.recipe.local
         agreement = consensus(self.spreads, epoch - 1)
-        futures: list[Future[str]] = []
-        for name in sorted(names, key=lambda name: -split.sizes[clients[name]]):
+
+        def job(name: str) -> TrainJob:
+            samples, validation = split.clients[clients[name]], split.client_validation[clients[name]]
+            return TrainJob(name, samples, self.folder, epoch, local, agreement, validation)
+
+        futures: list[Future[str] | Future[list[str]]] = []
+        due = set(names)
+        for members in self._groups(names, participants):
+            behind = {slot: job(name) for slot, name in enumerate(members.names) if name in due}
+            if not behind:
+                continue
             if futures and self.pool.out_of_time:  # in a pool of one, `submit` returns after training
                 break
-            samples, validation = split.clients[clients[name]], split.client_validation[clients[name]]
-            job = TrainJob(name, samples, self.folder, epoch, local, agreement, validation)
-            futures.append(self.pool.submit(job))
+            if members.slots == 1:
+                futures.append(self.pool.submit(behind[0]))
+            else:
+                assert isinstance(self.pool, WorkerPool), "Ray's workers train one client at a time"
+                futures.append(self.pool.submit_group(GroupJob(behind, members.slots)))
         arrived = 0
         out_of_time: OutOfTime | None = None
         for done in as_completed(futures):
             try:
-                log.info("%s has uploaded, epoch %d", done.result(), epoch)
-                arrived += 1
+                trained = done.result()
+                uploaded = [trained] if isinstance(trained, str) else trained
+                for name in uploaded:
+                    log.info("%s has uploaded, epoch %d", name, epoch)
+                arrived += len(uploaded)
             except OutOfTime as error:
                 out_of_time = error  # the others end their epoch too and save it
             except CancelledError:

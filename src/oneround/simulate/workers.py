@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneround.acts import train
+from oneround.acts import train, train_group
 from oneround.config.parts import load_plugin
 from oneround.config.recipe import Local
 from oneround.data import Images
 from oneround.privacy.masks import simulated_masker
 from oneround.processes import begin_worker, hidden_main, load_workers, worker_pool
-from oneround.protocol import Broadcast
+from oneround.protocol import Broadcast, Upload
 from oneround.runs.folder import RunFolder
 from oneround.site import Site
 from oneround.training import Emit, Trainer, silent
@@ -44,6 +44,15 @@ class TrainJob:
     """Indices of the samples that it holds back for validation."""
 
 
+@dataclass(frozen=True)
+class GroupJob:
+    """Train several clients together to the end of an epoch and write their uploads."""
+
+    members: dict[int, TrainJob]
+    """By slot of the batched network."""
+    slots: int
+
+
 class Worker:
     """Trains one client after another, with one trainer; keeps the last broadcast it read."""
 
@@ -54,11 +63,29 @@ class Worker:
 
     def run(self, job: TrainJob) -> str:
         """Train the client and write its upload; returns its name."""
+        broadcast = self._begin(job)
+        upload = train(broadcast, self._site(job, broadcast), job.until, self.emit, self.trainer)
+        self._write(upload, job, broadcast)
+        return job.client
+
+    def run_group(self, job: GroupJob) -> list[str]:
+        """Train the clients together and write their uploads; returns their names."""
+        jobs = {each.client: each for each in job.members.values()}
+        first = next(iter(jobs.values()))
+        broadcast = self._begin(first)
+        sites = {slot: self._site(each, broadcast) for slot, each in job.members.items()}
+        for upload in train_group(broadcast, sites, job.slots, first.until, self.emit, self.trainer):
+            self._write(upload, jobs[upload.client], broadcast)
+        return list(jobs)
+
+    def _begin(self, job: TrainJob) -> Broadcast:
         for module in job.local.plugins:
             load_plugin(module)
-        folder, broadcast = job.folder, self._read(job.folder.broadcast)
-        recipe, validation = broadcast.recipe, job.validation
-        site = Site(
+        return self._read(job.folder.broadcast)
+
+    def _site(self, job: TrainJob, broadcast: Broadcast) -> Site:
+        folder, recipe, validation = job.folder, broadcast.recipe, job.validation
+        return Site(
             job.client,
             self.data.take(job.samples),
             folder.state(job.client),
@@ -68,10 +95,11 @@ class Worker:
             validation=None if validation is None or len(validation) == 0 else self.data.take(validation),
             masker=simulated_masker(job.client, broadcast.roster, recipe.seeds.training) if recipe.secure else None,
         )
-        upload = train(broadcast, site, job.until, self.emit, self.trainer)
+
+    @staticmethod
+    def _write(upload: Upload, job: TrainJob, broadcast: Broadcast) -> None:
         last = job.until == broadcast.last_epoch
-        upload.write(folder.upload(job.client), flush=last)  # an earlier upload that is lost is made again
-        return job.client
+        upload.write(job.folder.upload(job.client), flush=last)  # an earlier upload that is lost is made again
 
     def _read(self, path: Path) -> Broadcast:
         """The broadcast, read once for all clients that share it, and again when the file changes."""
@@ -118,6 +146,16 @@ class WorkerPool:
         done.set_result(self._worker.run(job))
         return done
 
+    def submit_group(self, job: GroupJob) -> Future[list[str]]:
+        """Train several clients together; the future has their names."""
+        if self._pool is not None:
+            with hidden_main():
+                return self._pool.submit(_work_together, job)
+        assert self._worker is not None, "the pool is not entered"
+        done: Future[list[str]] = Future()
+        done.set_result(self._worker.run_group(job))
+        return done
+
 
 _worker: Worker
 """The one Worker of a worker process, set by `_start_worker`."""
@@ -132,3 +170,7 @@ def _start_worker(events: Any, data: Images, deadline: float | None) -> None:
 
 def _work(job: TrainJob) -> str:
     return _worker.run(job)
+
+
+def _work_together(job: GroupJob) -> list[str]:
+    return _worker.run_group(job)

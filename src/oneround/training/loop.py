@@ -28,8 +28,9 @@ from oneround.seeds import generator
 from oneround.site import Site
 from oneround.training import safeguards
 from oneround.training.alignment.aligner import instability_threshold
+from oneround.training.batched_step import BatchedStepper
 from oneround.training.batches import batches
-from oneround.training.step import Stepper
+from oneround.training.step import ClientState, Stepper
 
 log = logging.getLogger("oneround")
 Emit = Callable[[dict[str, Any]], None]
@@ -77,20 +78,25 @@ class Learner:
         teacher: Callable[[Tensor], Tensor] | None = None,
         companion: Companion | None = None,
         batch_key: str = "training.batch_size",
+        slot: ClientState | None = None,
     ) -> None:
         """Resume from the state in the site's folder, or start from the broadcast.
 
         `trainer`: the worker's own; `teacher`: its scores are the targets of distillation; `companion`: trains beside the
-        network; `batch_key`: the recipe's key of the batch size, for the message when it does not fit.
+        network; `batch_key`: the recipe's key of the batch size, for the message when it does not fit; `slot`: its part of a batched
+        step, where it is trained together with other clients (batched_loop.py).
         """
         if not site.data:
             raise RunError(f"{site.name}: no data to train on")
         self.broadcast, self.site, self.emit, self.batch_key = broadcast, site, emit, batch_key
         self.recipe, self.training = broadcast.recipe, broadcast.recipe.training
         self.data: Images = site.data.to(site.device)
-        self.counts = self.data.class_counts(broadcast.classes)
-        self.stepper = (trainer or Trainer()).bind(broadcast, site, teacher)
-        self.net = self.stepper.net
+        self._labels = site.data.labels.cpu()
+        self.counts = site.data.class_counts(broadcast.classes)
+        if slot is None:
+            slot = self.stepper = (trainer or Trainer()).bind(broadcast, site, teacher)
+        self.state = slot
+        self.net = slot.net
         self.companion = companion
         self.epoch = broadcast.first_epoch
         """Number of completed epochs of the whole training; a round continues where the last one ended."""
@@ -100,47 +106,49 @@ class Learner:
         self.stopped_summary = ""
         """The same without figures that depend on the site's class counts."""
         self.state_file = site.folder / "state.safetensors" if site.folder else None
-        self.stepper.begin_client(self.counts)
+        self.state.begin_client(self.counts)
         self._resume()
+        self._saved = time.monotonic()
 
     def train(self, until: int) -> None:
         """Train to the end of epoch `until`, saving state on the way; a safeguard may stop it earlier."""
-        saved = time.monotonic()
         while self.epoch < until and not self.stopped:
-            before = {name: tensor.clone() for name, tensor in self.stepper.learned.items()}
+            before = {name: tensor.clone() for name, tensor in self.state.learned.items()}
             try:
                 metrics = self._run_epoch()
             except torch.OutOfMemoryError:
                 metrics = None  # memory of the failed step is freed when this block ends
             if metrics is None:
                 raise RunError(self._out_of_memory_message())
-            if not self._passes_safeguards(metrics, before):
-                continue
-            self.epoch += 1
-            self.history.append(metrics)
-            self.emit({"event": "epoch", "client": self.site.name, **metrics})
-            late = self.site.deadline is not None and time.time() >= self.site.deadline and self.epoch < until
-            due = late or self.epoch == until or time.monotonic() - saved >= self.site.local.checkpoint_seconds
-            if due and self.epoch < self.broadcast.last_epoch:  # afterwards the upload replaces the state
-                self.save()
-                saved = time.monotonic()
-            if late:
-                raise OutOfTime(
-                    f"{self.site.name}: stopped after epoch {self.epoch}, the time is over; resume to go on"
-                )
+            self.end_epoch(metrics, before, until)
+
+    def end_epoch(self, metrics: dict[str, Any], before: dict[str, Tensor], until: int) -> None:
+        """Count an epoch that passes the safeguards and save state when it is due; `before`: what was learned before it."""
+        if not self._passes_safeguards(metrics, before):
+            return
+        self.epoch += 1
+        self.history.append(metrics)
+        self.emit({"event": "epoch", "client": self.site.name, **metrics})
+        late = self.site.deadline is not None and time.time() >= self.site.deadline and self.epoch < until
+        due = late or self.epoch == until or time.monotonic() - self._saved >= self.site.local.checkpoint_seconds
+        if due and self.epoch < self.broadcast.last_epoch:  # afterwards the upload replaces the state
+            self.save()
+            self._saved = time.monotonic()
+        if late:
+            raise OutOfTime(f"{self.site.name}: stopped after epoch {self.epoch}, the time is over; resume to go on")
 
     def _passes_safeguards(self, metrics: dict[str, Any], before: dict[str, Tensor]) -> bool:
         """Whether the epoch counts; an epoch whose loss is not finite is undone."""
-        threshold = instability_threshold(self.recipe, *self.net.prototypes.shape)
+        threshold = instability_threshold(self.recipe, *self.broadcast.weights["prototypes"].shape)
         trouble = safeguards.check_epoch(self.recipe, metrics, threshold)
         if trouble is None:
             return True
         reported = any(trouble.kind in entry.get("trouble", ()) for entry in self.history)
         metrics["trouble"] = [trouble.kind]
         text, action = f"{self.site.name}, {trouble.text}", self.recipe.safeguards.on_explosion
-        aligner, undone = self.stepper.aligner, trouble.kind == "not-finite"
+        aligner, undone = self.state.aligner, trouble.kind == "not-finite"
         if undone:
-            self.stepper.restart()
+            self.state.restart()
             self._restore(before)
         if action == "clamp" and trouble.kind == "weight":
             text += "; λ is clamped to the limit from now on"
@@ -157,7 +165,7 @@ class Learner:
         return not undone
 
     def _restore(self, learned: dict[str, Tensor]) -> None:
-        for name, tensor in self.stepper.learned.items():
+        for name, tensor in self.state.learned.items():
             tensor.copy_(learned[name])
 
     def _out_of_memory_message(self) -> str:
@@ -170,7 +178,7 @@ class Learner:
     def _run_epoch(self) -> dict[str, Any]:
         start = reported = time.monotonic()
         plan, rate = self._draw_batches(), 0.0
-        aligner, consensus = self.stepper.aligner, self.site.consensus
+        aligner, consensus = self.state.aligner, self.site.consensus
         self.stepper.begin_epoch(self.epoch, consensus)
         with self.stepper.stream_context():
             for step, (index, numbers) in enumerate(plan):
@@ -184,29 +192,45 @@ class Learner:
                     reported = time.monotonic()
                     done = {"epoch": self.epoch + 1, "done": step + 1, "of": len(plan)}
                     self.emit({"event": "steps", "client": self.site.name, **done})
-            metrics: dict[str, Any] = {"epoch": self.epoch + 1, "steps": len(plan), "learning_rate": rate}
-            metrics |= self.stepper.means(len(plan)) | (self.companion.report() if self.companion else {})
-            if self._traced(len(plan)):
-                metrics["gradients"] = self.stepper.gradients()
-        metrics["classes_seen"] = int((self.counts > 0).sum())
-        if aligner:
-            metrics |= aligner.report(self.epoch, consensus)
-        return {**metrics, "seconds": time.monotonic() - start}
+            means = self.stepper.means(len(plan)) | (self.companion.report() if self.companion else {})
+            gradients = self.stepper.gradients() if self.traced(len(plan)) else None
+        alignment = aligner.report(self.epoch, consensus) if aligner else {}
+        return self.metrics(len(plan), rate, means, gradients, alignment, time.monotonic() - start)
+
+    def metrics(
+        self,
+        steps: int,
+        rate: float,
+        means: dict[str, float],
+        gradients: dict[str, Any] | None,
+        alignment: dict[str, float],
+        seconds: float,
+    ) -> dict[str, Any]:
+        """The metrics of an epoch, as the log has them."""
+        metrics: dict[str, Any] = {"epoch": self.epoch + 1, "steps": steps, "learning_rate": rate, **means}
+        if gradients is not None:
+            metrics["gradients"] = gradients
+        return {**metrics, "classes_seen": int((self.counts > 0).sum()), **alignment, "seconds": seconds}
 
     def _draw_batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Sample indices and random numbers of every batch of the epoch, all views of a batch in one pass.
+        """Sample indices and random numbers of every batch of the epoch on the device, all views of a batch in one pass."""
+        indices, numbers, sizes = self.draw()
+        device = self.site.device
+        return list(zip(indices.to(device).split(sizes), numbers.to(device).split(sizes), strict=True))
 
-        Random numbers are drawn on the CPU, so every device makes the same views.
+    def draw(self) -> tuple[Tensor, Tensor, list[int]]:
+        """Sample indices and random numbers of the epoch, one batch after another, and the batches' sizes, all views.
+
+        They are drawn on the CPU, so every device makes the same views.
         """
-        seed, views, device = self.recipe.seeds.training, self.training.views, self.site.device
-        plan = batches(self.data.labels.cpu(), self.training, generator(seed, self.site.name, self.epoch, "shuffle"))
+        seed, views = self.recipe.seeds.training, self.training.views
+        plan = batches(self._labels, self.training, generator(seed, self.site.name, self.epoch, "shuffle"))
         random = generator(seed, self.site.name, self.epoch, "augment")
         per_batch, sizes = self.training.augment.per_batch, [views * len(index) for index in plan]
         numbers = torch.cat([draw(len(index), random, per_batch=per_batch) for index in plan for _ in range(views)])
-        indices = torch.cat([index.repeat(views) for index in plan])
-        return list(zip(indices.to(device).split(sizes), numbers.to(device).split(sizes), strict=True))
+        return torch.cat([index.repeat(views) for index in plan]), numbers, sizes
 
-    def _traced(self, steps: int) -> bool:
+    def traced(self, steps: int) -> bool:
         """Whether to record gradients at the end of this epoch: every `trace.every` steps, and after the first and last epoch."""
         every = self.recipe.trace.every
         if not every:
@@ -220,9 +244,9 @@ class Learner:
         """Write the state, replacing the last one."""
         if self.state_file is None:
             return
-        momentum = {} if self.training.restart_optimizer else self.stepper.momentum
+        momentum = {} if self.training.restart_optimizer else self.state.momentum
         companion = self.companion.state() if self.companion else {}
-        tensors = self.stepper.learned | prefixed(momentum=momentum, companion=companion)
+        tensors = self.state.learned | prefixed(momentum=momentum, companion=companion)
         owner = {"client": self.site.name, "recipe_digest": self.broadcast.digest, "epoch": self.epoch}
         raw = blob.pack(
             "state", {name: on_cpu(value) for name, value in tensors.items()}, {**owner, "history": self.history}
@@ -240,7 +264,7 @@ class Learner:
             return
         saved = split_by_prefix(tensors, "momentum", "companion")
         self._restore(tensors)
-        self.stepper.restart(saved["momentum"])
+        self.state.restart(saved["momentum"])
         if self.companion:
             self.companion.load(saved["companion"])
         self.epoch, self.history = int(manifest["epoch"]), list(manifest["history"])
@@ -263,13 +287,23 @@ class Trainer:
 
     def bind(self, broadcast: Broadcast, site: Site, teacher: Callable[[Tensor], Tensor] | None = None) -> Stepper:
         """The step with this broadcast's values in its buffers; rebuilt only if the recipe, sizes or device differ."""
+        return self._bind(broadcast, site, teacher, lambda: Stepper(broadcast, site, teacher))
+
+    def bind_batched(self, broadcast: Broadcast, site: Site, clients: int, images: int) -> BatchedStepper:
+        """The step of so many clients at once, each with so many images in a step, all views."""
+        step = self._bind(broadcast, site, (clients, images), lambda: BatchedStepper(broadcast, site, clients, images))
+        assert isinstance(step, BatchedStepper)
+        return step
+
+    def _bind(self, broadcast: Broadcast, site: Site, shape: object, make: Callable[[], Stepper]) -> Stepper:
+        """`shape`: what else the step depends on."""
         sizes = (broadcast.classes, broadcast.shape, layout_of(broadcast.extras))
-        structure = (broadcast.digest, sizes, site.device, site.bf16, site.local.compile, site.local.record, teacher)
+        structure = (broadcast.digest, sizes, site.device, site.bf16, site.local.compile, site.local.record, shape)
         if self._stepper is None or self._structure != structure:
             self._stepper = None
             if site.device.type == "cuda":
                 gc.collect()  # the old recording holds device memory until it is collected
                 torch.cuda.empty_cache()
-            self._stepper, self._structure = Stepper(broadcast, site, teacher), structure
+            self._stepper, self._structure = make(), structure
         self._stepper.bind(broadcast)
         return self._stepper

@@ -34,6 +34,8 @@ log = logging.getLogger("oneround")
 WARM_UP = 3  # eager steps before one is recorded
 EXTRAS = ("anchors", "bank.features", "bank.labels", "reference.features")
 """The broadcast's extras that a training step reads."""
+Losses = tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]]
+"""L_base, every term's value; the irreducible part of L_base and L_align, where the stage aligns."""
 
 
 @lru_cache
@@ -58,15 +60,52 @@ class StageSteps:
     """The batch of the recorded step; every replay overwrites it."""
 
 
-class Stepper:
+class ClientState:
+    """All that belongs to one client while it trains, live: network, momentum, the prior of its labels, λ's state, queue."""
+
+    net: PrototypeNet
+    prior: Tensor
+    aligner: Aligner | None
+    queue: FeatureQueue | None
+
+    @property
+    def learned(self) -> dict[str, Tensor]:
+        """Every tensor that training changes, the momentum aside; live, not a copy."""
+        alignment = self.aligner.live if self.aligner else {}
+        return prefixed(net=self.net.state_dict(), alignment=alignment, queue=self.queue.live if self.queue else {})
+
+    @property
+    def momentum(self) -> dict[str, Tensor]:
+        """The optimiser's momentum buffers by parameter; live, not a copy."""
+        raise NotImplementedError
+
+    def begin_client(self, counts: Tensor) -> None:
+        """Start the training of a client with these class counts."""
+        self.prior.copy_(objective.log_prior(counts))
+        self.restart()
+        if self.queue:
+            self.queue.clear()
+        if self.aligner:
+            self.aligner.begin_client(counts)
+
+    def restart(self, momentum: dict[str, Tensor] | None = None) -> None:
+        """Reset the momentum, or load a saved one."""
+        for name, buffer in self.momentum.items():
+            buffer.copy_(momentum[name]) if momentum else buffer.zero_()
+
+
+class Stepper(ClientState):
     """A network, its optimiser and its training step."""
+
+    lead: tuple[int, ...] = ()
+    """Leading dimensions of all that belongs to a client: (clients,) where a step trains several (batched_step.py)."""
 
     def __init__(self, broadcast: Broadcast, site: Site, teacher: Callable[[Tensor], Tensor] | None = None) -> None:
         """Allocate buffers of this broadcast's sizes; `bind` fills them. `teacher`: normalised images → scores."""
         recipe, training, device = broadcast.recipe, broadcast.recipe.training, site.device
         self.recipe, self.training, self.device, self.bf16 = recipe, training, device, site.bf16
         self.shape, self.teacher = broadcast.shape, teacher
-        net = build(recipe.encoder, broadcast.shape[0], broadcast.classes, recipe.model.head)
+        net = self._build(broadcast)
         self.net: PrototypeNet = net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.encode: Callable[[Tensor], Tensor] = self.net.encoder
         if site.local.compile:
@@ -76,14 +115,14 @@ class Stepper:
         self.bank: objective.Features | None = None
         if recipe.bank is not None:
             self.bank = objective.Features(self.extras["bank.features"], self.extras["bank.labels"])
-        self.queue = FeatureQueue(recipe.queue, self.net.encoder.features, device) if recipe.queue else None
-        self.prior = torch.zeros(broadcast.classes, device=device)
+        self.queue = FeatureQueue(recipe.queue, self.net.encoder.features, device, self.lead) if recipe.queue else None
+        self.prior = torch.zeros(*self.lead, broadcast.classes, device=device)
         self.aligner: Aligner | None = None
         variables: list[nn.Parameter] = []
         self.pace, clips_variables = 1.0, False
         if recipe.alignment is not None:
             start = torch.empty_like(broadcast.weights["prototypes"], device=device)
-            self.aligner = Aligner(recipe, recipe.alignment, self.extras["anchors"], start)
+            self.aligner = Aligner(recipe, recipe.alignment, self.extras["anchors"], start, self.lead)
             variables = list(self.aligner.variables.values())
             self.pace, clips_variables = self.aligner.weight.pace()
         # SGD on the network, and on λ's variables with a learning rate of their own.
@@ -92,7 +131,7 @@ class Stepper:
         self.optimizer.add(list(self.net.parameters()), self.rate, training.weight_decay)
         self.optimizer.add(variables, self.own_rate)
         self.clipped = [*self.net.parameters(), *(variables if clips_variables else [])]
-        self.full = training.views * training.batch_size
+        self.full = self._images_per_step()
         """Images in a full batch, all views."""
         self.stream = _side_stream(device) if device.type == "cuda" else None
         records = site.local.record and self.stream is not None
@@ -103,11 +142,18 @@ class Stepper:
         self.stage = self.stages[0]
         self.last_batch: objective.Batch | None = None
 
+    def _build(self, broadcast: Broadcast) -> PrototypeNet:
+        recipe = broadcast.recipe
+        return build(recipe.encoder, broadcast.shape[0], broadcast.classes, recipe.model.head)
+
+    def _images_per_step(self) -> int:
+        return self.training.views * self.training.batch_size
+
     def _stage(self, stage: Stage | None, to_warm: int) -> StageSteps:
         terms = objective.active(self.recipe.objective, stage)
         aligns = self.aligner is not None and (stage is None or stage.align)
         names = ["loss", "base", *(["align"] if aligns else []), *terms, "gradient_norm"]
-        return StageSteps(terms, aligns, names, torch.zeros(len(names), device=self.device), to_warm)
+        return StageSteps(terms, aligns, names, torch.zeros(len(names), *self.lead, device=self.device), to_warm)
 
     def _blank_batch(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Zeros as pixels, labels and random numbers of so many images."""
@@ -120,21 +166,18 @@ class Stepper:
     def bind(self, broadcast: Broadcast) -> None:
         """Copy a broadcast's weights, initial prototypes, anchors, bank and reference into the buffers."""
         self.net.load_state_dict(broadcast.weights)
+        self._bind_extras(broadcast)
+
+    def _bind_extras(self, broadcast: Broadcast) -> None:
         for name, buffer in self.extras.items():
             buffer.copy_(broadcast.extras[name])
         if self.aligner is not None:
             self.aligner.start.copy_(broadcast.weights["prototypes"])
 
     def begin_client(self, counts: Tensor) -> None:
-        """Start the training of a client with these class counts."""
-        self.prior.copy_(objective.log_prior(counts))
-        self.restart()
+        super().begin_client(counts)
         for stage in self.stages:
             stage.sums.zero_()  # the client before may have failed within an epoch
-        if self.queue:
-            self.queue.clear()
-        if self.aligner:
-            self.aligner.begin_client(counts)
 
     def begin_epoch(self, epoch: int, consensus: float) -> None:
         """Prepare an epoch (from 0) of the whole training."""
@@ -148,22 +191,11 @@ class Stepper:
             self.queue.begin_epoch(epoch)
 
     @property
-    def learned(self) -> dict[str, Tensor]:
-        """Every tensor that training changes, the momentum aside; live, not a copy."""
-        alignment = self.aligner.live if self.aligner else {}
-        return prefixed(net=self.net.state_dict(), alignment=alignment, queue=self.queue.live if self.queue else {})
-
-    @property
     def momentum(self) -> dict[str, Tensor]:
         """The optimiser's momentum buffers by parameter; live, not a copy."""
         named = dict(self.net.named_parameters()) | (self.aligner.variables if self.aligner else {})
         buffers = self.optimizer.buffers
         return {name: buffers[parameter] for name, parameter in named.items() if parameter in buffers}
-
-    def restart(self, momentum: dict[str, Tensor] | None = None) -> None:
-        """Reset the momentum, or load a saved one."""
-        for name, buffer in self.momentum.items():
-            buffer.copy_(momentum[name]) if momentum else buffer.zero_()
 
     # --- steps -----------------------------------------------------------------------------------------------------------
 
@@ -224,37 +256,55 @@ class Stepper:
 
     def _step(self, pixels: Tensor, labels: Tensor, numbers: Tensor) -> None:
         with torch.no_grad():
-            inputs = views(pixels, numbers, self.training.augment).contiguous(memory_format=torch.channels_last)
+            inputs = self._arranged(views(pixels, numbers, self.training.augment))
             teacher_logits = self.teacher(inputs) if self.teacher else None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            features = self.encode(inputs).float()
+            features = self._by_client(self.encode(inputs).float())
         batch = objective.Batch(
-            F.normalize(features, dim=1),
-            labels,
+            F.normalize(features, dim=-1),
+            labels.view(*self.lead, -1),
             self.net.prototypes,
             prior=self.prior,
             bank=self.bank,
             queue=self.queue.features if self.queue else None,
             reference=self.extras.get("reference.features"),
             teacher_logits=teacher_logits,
-            lengths=None if self.net.bias is None else features.norm(dim=1, keepdim=True),
+            lengths=None if self.net.bias is None else features.norm(dim=-1, keepdim=True),
             bias=self.net.bias,
         )
-        base, values = objective.evaluate(self.stage.terms, batch)
+        base, values, alignment = self._losses(batch)
         total, measured = base, [base]
-        if self.aligner is not None and self.stage.aligns:
-            align = self.aligner.distance(batch)
-            total = self.aligner.weigh(base, objective.floor(self.stage.terms, batch), align)
+        if self.aligner is not None and alignment:
+            floor, align = alignment
+            total = self.aligner.weigh(base, floor, align)
             measured.append(align)
         self.optimizer.zero_grad()
-        total.backward()
-        norm = clip_grad_norm_(self.clipped, self.training.clip_norm or math.inf)
+        (total.sum() if self.lead else total).backward()  # a gradient given to `backward` loads sympy
+        norm = self._clip()
         self.optimizer.step()
         self.stage.sums += torch.stack([total, *measured, *values.values(), norm]).detach()
         lengths = None if batch.lengths is None else batch.lengths.detach()
         self.last_batch = replace(batch, unit=batch.unit.detach(), lengths=lengths)
         if self.queue:
             self.queue.push(batch)
+
+    def _arranged(self, images: Tensor) -> Tensor:
+        """Images (n, …) as the encoder takes them."""
+        return images.contiguous(memory_format=torch.channels_last)
+
+    def _by_client(self, features: Tensor) -> Tensor:
+        """What the encoder makes of them as (*lead, n, features)."""
+        return features
+
+    def _losses(self, batch: objective.Batch) -> Losses:
+        base, values = objective.evaluate(self.stage.terms, batch)
+        if self.aligner is None or not self.stage.aligns:
+            return base, values, ()
+        return base, values, (objective.floor(self.stage.terms, batch), self.aligner.distance(batch))
+
+    def _clip(self) -> Tensor:
+        """Clip the gradient; its norm before."""
+        return clip_grad_norm_(self.clipped, self.training.clip_norm or math.inf)
 
     def _record(self) -> None:
         """Record a step on the fixed buffers; a step that cannot be recorded runs eagerly."""

@@ -7,6 +7,8 @@ ceiling) lives in tensors at fixed addresses, so that a recorded step uses the c
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -40,18 +42,24 @@ def instability_threshold(recipe: Federated, classes: int, features: int) -> flo
 class Aligner:
     """L_align, λ, and the state of λ between steps."""
 
-    def __init__(self, recipe: Federated, options: Alignment, anchors: Tensor, start: Tensor) -> None:
-        """`anchors` and `start` (the initial prototypes): (classes, features) on the device."""
+    def __init__(
+        self, recipe: Federated, options: Alignment, anchors: Tensor, start: Tensor, lead: tuple[int, ...] = ()
+    ) -> None:
+        """`anchors` and `start` (the initial prototypes): (classes, features) on the device.
+
+        `lead`: (clients,) where a step has several clients; each has a state of its own, and all losses have that shape.
+        """
         self.options, self.anchors, self.start, self.epochs = options, anchors, start, recipe.epochs
         self.weight, self.schedule = weights.of(options.weight), schedules.of(options.schedule)
         self.guard = guards.of(options.guard)
         clamped = recipe.safeguards.on_explosion == "clamp"
         self.initial_ceiling = recipe.safeguards.largest_weight if clamped else torch.finfo(torch.float32).max
         self.variables: dict[str, nn.Parameter] = {
-            name: nn.Parameter(anchors.new_zeros(())) for name in self.weight.variables(0.5)
+            name: nn.Parameter(anchors.new_zeros(lead)) for name in self.weight.variables(0.5)
         }
-        self.memory: State = {name: anchors.new_zeros(()) for name in self.weight.memory()}
-        self.s, self.progress, self.entropy, self.ceiling, self.raw = (anchors.new_zeros(()) for _ in range(5))
+        self.memory: State = {name: anchors.new_zeros(lead) for name in self.weight.memory()}
+        self.s, self.progress = (anchors.new_zeros(()) for _ in range(2))
+        self.entropy, self.ceiling, self.raw = (anchors.new_zeros(lead) for _ in range(3))
 
     def distance(self, batch: Batch) -> Tensor:
         """L_align of a batch."""
@@ -122,6 +130,24 @@ class Aligner:
         initial = self.weight.variables(entropy) | self.weight.memory() | {CEILING: self.initial_ceiling}
         for name, tensor in self.live.items():
             tensor.fill_(initial[name])
+
+    def client(self, number: int) -> Aligner:
+        """One client's aligner, of several; the same tensors, but the schedule is its own."""
+        return self._with_state(lambda tensor: tensor[number])
+
+    def on_cpu(self) -> Aligner:
+        """A copy whose values are read without waiting for the device."""
+        return self._with_state(lambda tensor: tensor.to("cpu", copy=True))
+
+    def _with_state(self, change: Callable[[Tensor], Tensor]) -> Aligner:
+        changed = copy(self)
+        changed.variables = {
+            name: nn.Parameter(change(value.detach()), requires_grad=False) for name, value in self.variables.items()
+        }
+        changed.memory = {name: change(value) for name, value in self.memory.items()}
+        changed.entropy, changed.ceiling, changed.raw = map(change, (self.entropy, self.ceiling, self.raw))
+        changed.s, changed.progress = (value.to(changed.raw.device, copy=True) for value in (self.s, self.progress))
+        return changed
 
     @property
     def live(self) -> State:
