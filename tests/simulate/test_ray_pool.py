@@ -317,7 +317,7 @@ def test_on_one_or_two_nodes_it_is_the_local_run(
 @pytest.mark.slow
 def test_a_node_is_killed_while_clients_train(cluster: Any, digits: Dataset, tmp_path: Path) -> None:
     """The last test of the cluster: it has one node less afterwards."""
-    recipe = change(RECIPE, {"local.workers": 2, "training.epochs": 12, "snapshots": 12})
+    recipe = change(RECIPE, {"local.workers": 2, "training.epochs": 80, "snapshots": 80})
     run(recipe, tmp_path / "local", data=digits)
     events: list[dict[str, Any]] = []
 
