@@ -114,13 +114,15 @@ class Listener:
 @contextmanager
 def hidden_main() -> Iterator[None]:
     """Start workers without importing the user's script into them: it need not guard itself with `__main__`."""
-    main = sys.modules["__main__"]
-    before = {name: main.__dict__.get(name) for name in ("__file__", "__spec__")}
-    main.__dict__.update(dict.fromkeys(before))
+    names, attributes = ("__file__", "__spec__"), sys.modules["__main__"].__dict__
+    before = {name: attributes[name] for name in names if name in attributes}  # a notebook has no __file__
+    attributes.update(dict.fromkeys(names))
     try:
         yield
     finally:
-        main.__dict__.update(before)
+        for name in names:
+            attributes.pop(name, None)
+        attributes.update(before)
 
 
 def begin_worker() -> None:
