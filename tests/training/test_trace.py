@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from clients import trained
+from clients import broadcast_of, few, series, trained
+from oneround import acts
 from oneround.config.load import load
 from oneround.data import Dataset
+from oneround.site import Site
 from oneround.training.objective import active
 from oneround.training.trace import gradients, spread
 from random_batches import random_batch
@@ -70,3 +72,18 @@ def test_conflict_with_a_bank_is_visible(digits: Dataset) -> None:
 def test_spread_is_zero_when_features_are_one_point() -> None:
     assert abs(float(spread(F.normalize(torch.ones(5, 3), dim=1)))) < 1e-6
     assert float(spread(torch.eye(4))) == 0.75
+
+
+def test_where_the_prototypes_are_is_traced_every_epoch(digits: Dataset) -> None:
+    broadcast = broadcast_of(digits, "etf", epochs=3)
+    upload = acts.train(broadcast, Site("site", few(digits)))
+    p, a = upload.weights["prototypes"].numpy(), broadcast.extras["anchors"].numpy()
+    lengths = np.linalg.norm(p, axis=1)
+    cosines = (p * a).sum(1) / lengths / np.linalg.norm(a, axis=1)
+    assert np.isclose(series(upload, "anchor_cosine")[-1], cosines.mean(), atol=1e-6)
+    assert np.isclose(series(upload, "prototype_norm")[-1], lengths.mean(), rtol=1e-5)
+    turned = trained(
+        digits, "etf", epochs=3, alignment__distance="cosine", alignment__weight__value=50.0, training__clip_norm=0.0
+    )
+    assert series(turned, "anchor_cosine")[-1] > series(upload, "anchor_cosine")[-1] + 0.1
+    assert "anchor_cosine" not in trained(digits, "fafi", epochs=1).history[0]

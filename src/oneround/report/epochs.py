@@ -95,7 +95,7 @@ def left_out(record: RunRecord) -> Html:
 
 
 def alignment(record: RunRecord) -> Html:
-    """λ before and after the schedule on log axes, s(p), the ratio of alignment to the base loss, and σ²."""
+    """λ before and after the schedule on log axes, s(p), the ratio of alignment to the base loss, σ², and where prototypes are."""
     raw, effective, schedule = record.trace("lambda_raw"), record.trace("lambda_effective"), record.trace("s")
     if not raw:
         return EMPTY
@@ -116,6 +116,11 @@ def alignment(record: RunRecord) -> Html:
     for key, name in (("sigma_base", "σ² of L_base"), ("sigma_align", "σ² of L_align")):
         if record.trace(key):
             drawn.append(line_chart(name, by_client(record, record.trace(key)), EPOCHS, "σ²", log=True))
+    if turned := record.trace("anchor_cosine"):
+        title = "Cosine of prototypes to their anchors"
+        drawn.append(line_chart(title, by_client(record, turned), EPOCHS, "cosine", bounds=(-1, 1), level=0))
+        lengths = by_client(record, record.trace("prototype_norm"))
+        drawn.append(line_chart("Length of prototypes", lengths, EPOCHS, "‖P‖"))
     return together([charts(drawn), left_out(record)])
 
 

@@ -20,6 +20,7 @@ log = logging.getLogger("oneround")
 FORMAT = "oneround runs 1"
 TRACED = (
     "base", "align", "lambda_raw", "s", "lambda_effective", "lambda_applied", "sigma_base", "sigma_align", "entropy",
+    "anchor_cosine", "prototype_norm",
 )  # fmt: skip
 COSINE, ELAPSED = "cosine of ", "seconds elapsed"  # quantities of a record, beside those of TRACED
 

@@ -142,13 +142,10 @@ class BatchedStepper(Stepper):
         """`means` of every client, which has made so many steps; waits for the device once."""
         assert self.last_batch is not None
         spreads = vmap(trace.spread)(self.last_batch.unit)
-        *sums, spread = torch.cat([self.stage.sums, spreads[None]]).tolist()
+        totals = torch.tensor(steps, device=self.device)
+        values = torch.cat([self.stage.sums / totals, spreads[None], *self._anchoring()]).T.tolist()
         self.stage.sums.zero_()
-        names = self.stage.names
-        return [
-            {name: total[slot] / count for name, total in zip(names, sums, strict=True)} | {"spread": spread[slot]}
-            for slot, count in enumerate(steps)
-        ]
+        return [dict(zip(self._measured, measured, strict=True)) for measured in values]
 
     def gradients_of(self, slot: int) -> dict[str, Any]:
         """`gradients` of one client."""

@@ -243,9 +243,19 @@ class Stepper(ClientState):
     def means(self, steps: int) -> dict[str, float]:
         """Mean metrics per step since the last call, and the spread of the last features; waits for the device."""
         assert self.last_batch is not None
-        values = torch.cat([self.stage.sums / steps, trace.spread(self.last_batch.unit)[None]]).tolist()
+        values = [self.stage.sums / steps, trace.spread(self.last_batch.unit)[None], *self._anchoring()]
+        measured = torch.cat(values).tolist()
         self.stage.sums.zero_()
-        return dict(zip([*self.stage.names, "spread"], values, strict=True))
+        return dict(zip(self._measured, measured, strict=True))
+
+    @property
+    def _measured(self) -> list[str]:
+        """Names of an epoch's metrics."""
+        return [*self.stage.names, "spread", *(trace.ANCHORING if self.aligner else ())]
+
+    def _anchoring(self) -> list[Tensor]:
+        """Where the prototypes are, as seen from their anchors, if there are anchors."""
+        return [trace.anchoring(self.net.prototypes.detach(), self.aligner.anchors)] if self.aligner else []
 
     def gradients(self) -> dict[str, Any]:
         """Norms and cosines of the terms' gradients on the last batch."""

@@ -54,6 +54,16 @@ def gradients(active_terms: Weighted, batch: Batch, align: Callable[[Batch], Ten
     return traces
 
 
+def anchoring(prototypes: Tensor, anchors: Tensor) -> Tensor:
+    """(2, …): mean cosine of the prototypes (…, classes, features) to their anchors, and their mean length."""
+    cosine = F.cosine_similarity(prototypes, anchors, dim=-1)
+    return torch.stack([cosine.mean(-1), prototypes.norm(dim=-1).mean(-1)])
+
+
+ANCHORING = ("anchor_cosine", "prototype_norm")
+"""Metrics that `anchoring` measures at the end of an epoch."""
+
+
 def spread(unit: Tensor) -> Tensor:
     """1 − ‖mean of unit features‖²: 0 when all features are one point. unit (n, features)"""
     return 1 - unit.mean(0).square().sum()
