@@ -172,6 +172,7 @@ def test_ridge_and_routed_are_scored_transductively_where_networks_take_part(dig
     result = run(load("routed", changes.items()), tmp_path, data=digits)
     assert set(result.rules) == {"routed", "ridge", "iffi", "routed, transductive", "iffi, transductive"}
     assert set(result.curves) == set(result.rules), "the log has both"
+    assert not any(map(is_transductive, result.personalised)) and "iffi" in result.personalised
     model = GlobalModel.load(tmp_path / "model")
     assert score_model(model, digits.test, torch.device("cpu")).accuracy == result.rules["routed"]
     transductive = score_model(model, digits.test, torch.device("cpu"), 256)

@@ -247,7 +247,9 @@ def score_personal(
     """Accuracy on every client's own mix of classes: of each rule's model, of its own network, of its personal model."""
     mixes = {upload.client: upload.class_counts.tolist() for upload in uploads}
     personal = {
-        name: {client: score.on_mix(mix) for client, mix in mixes.items()} for name, score in scores.rules.items()
+        name: {client: score.on_mix(mix) for client, mix in mixes.items()}
+        for name, score in scores.rules.items()
+        if not is_transductive(name)
     }
     personal["alone"] = {client: scores.clients[client].on_mix(mix) for client, mix in mixes.items()}
     for name, rule in rules.items():
