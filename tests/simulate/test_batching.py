@@ -227,3 +227,8 @@ def test_killed_and_resumed_it_ends_with_the_same_numbers(tmp_path: Path) -> Non
     assert json.loads((folder / "environment.json").read_text())["batched"] is True
     assert final(folder) == final(tmp_path / "calm"), f"seed {seed}"
     assert timeless(folder) == timeless(tmp_path / "calm"), f"seed {seed}"
+
+
+def test_another_value_is_answered_with_one_line() -> None:
+    with pytest.raises(RecipeError, match=r"^local\.batched = \"maybe\": must be one of auto, true, false$"):
+        recipe_of(local__batched="maybe")

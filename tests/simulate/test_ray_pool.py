@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import oneround.simulate.ray_pool as ray_pool
 from conftest import small_recipe
@@ -195,8 +194,11 @@ def test_a_node_without_oneround_is_named(
     assert fault_of("node x", {"oneround": "2", "torch": "4"}, here) is None
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a PyTorch that finds no GPU")
-def test_a_node_that_cannot_use_its_gpu_is_named(digits: Dataset, fake: FakeRay, tmp_path: Path) -> None:
+def test_a_node_that_cannot_use_its_gpu_is_named(
+    digits: Dataset, fake: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     fake.cards = 1.0
     with pytest.raises(RunError, match=r"^node 10.0.0.7 of the Ray cluster: local.device = cuda: not on this machine"):
         on_fake(digits, tmp_path / "run")

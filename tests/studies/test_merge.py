@@ -152,6 +152,9 @@ def test_what_is_no_run_is_named_or_refused(parts: tuple[Path, Path], tmp_path: 
         merge_runs([tmp_path / "nowhere"], tmp_path / "all")
     with pytest.raises(RecipeError, match=r"--out .*: lies in"):
         merge_runs([parts[0]], parts[0] / "all")
+    for part in (parts[0] / "cells" / name, tmp_path / "all"):
+        with pytest.raises(RecipeError, match=rf"--out .*{name}: is a run itself"):
+            merge_runs([part], parts[0] / "cells" / name)
     (tmp_path / "kept.json").write_text("{}")
     with pytest.raises(RecipeError, match=r"kept.json: a file; .* \(--out FILE.json\)"):
         merge_runs([tmp_path / "kept.json"], tmp_path / "all")

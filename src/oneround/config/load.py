@@ -319,7 +319,7 @@ def _explain(item: dict[str, Any], what: str) -> str:
     elif kind == "unknown_kind":
         value = context["given"]
     elif kind == "literal_error":
-        allowed = re.findall(r"'([^']*)'", context["expected"])
+        allowed = [text or truth.lower() for text, truth in re.findall(r"'([^']*)'|(True|False)", context["expected"])]
         rule = f"must be one of {', '.join(allowed)}{did_you_mean(str(value), allowed)}"
     elif kind == "string_pattern_mismatch" and path[-1] == "device":
         rule = "must be auto, cpu, mps, cuda or cuda:N"

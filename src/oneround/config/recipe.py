@@ -81,7 +81,7 @@ class Federated(Strict):
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share held back to choose snapshots and options of rules by, and to judge clients by."""
     validation_from: Literal["public", "clients"] | None = None
-    """Whose images are held back; default: public ones if there are any, else every client's."""
+    """Whose images they are; default: public ones if there are any, else every client's."""
     model: Model = Model()
     training: Training = Training()
     objective: Objective = Field(default_factory=dict, validate_default=True)
@@ -337,7 +337,7 @@ class Local(Strict):
     """Compile the network with TorchInductor; for encoders that have no fused kernels of their own."""
     record: bool = True
     """Record the training step as a CUDA graph and replay it (GPU only)."""
-    batched: Literal["auto"] | bool = "auto"
+    batched: Literal["auto", True, False] = "auto"
     """Train clients of a simulation with steps of equal shape together, as one network: equal up to rounding, and many times faster
     on a GPU where steps are small; auto: for eight and more clients with small encoders on a GPU, unless `deterministic`. A run
     goes on as it was begun."""

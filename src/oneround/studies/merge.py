@@ -38,8 +38,10 @@ class Merged:
 
 
 def merge_runs(parts: Sequence[str | PathLike[str]], folder: str | PathLike[str]) -> Merged:
-    """Copy the run folders in `parts` into `folder`, each to the same place below it."""
+    """Copy the run folders in `parts` into `folder`, each with the same path below it."""
     folder, merged = Path(folder), Merged()
+    if (folder / "recipe.yaml").is_file():
+        raise RecipeError(f"--out {folder}: is a run itself; name the folder that shall have the runs")
     names: dict[str, list[Path]] = {}
     for part in map(Path, parts):
         _check_part(part, folder, merged)

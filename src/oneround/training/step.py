@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -60,7 +61,7 @@ class StageSteps:
     """The batch of the recorded step; every replay overwrites it."""
 
 
-class ClientState:
+class ClientState(ABC):
     """All that belongs to one client while it trains, live: network, momentum, the prior of its labels, λ's state, queue."""
 
     net: PrototypeNet
@@ -75,9 +76,9 @@ class ClientState:
         return prefixed(net=self.net.state_dict(), alignment=alignment, queue=self.queue.live if self.queue else {})
 
     @property
+    @abstractmethod
     def momentum(self) -> dict[str, Tensor]:
         """The optimiser's momentum buffers by parameter; live, not a copy."""
-        raise NotImplementedError
 
     def begin_client(self, counts: Tensor) -> None:
         """Start the training of a client with these class counts."""
