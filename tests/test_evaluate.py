@@ -177,6 +177,7 @@ def test_ridge_and_routed_are_scored_transductively_where_networks_take_part(dig
     assert score_model(model, digits.test, torch.device("cpu")).accuracy == result.rules["routed"]
     transductive = score_model(model, digits.test, torch.device("cpu"), 256)
     assert transductive.accuracy == result.rules["routed, transductive"]
+    assert transductive.confusion == by_hand(model, digits.test, 256).confusion, "each image with its own ridge scores"
 
 
 @pytest.mark.parametrize(

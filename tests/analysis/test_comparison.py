@@ -51,6 +51,13 @@ def test_runs_on_other_partitions_are_refused(grid: Path, digits: Dataset, tmp_p
         compare(find_runs([grid, tmp_path / "other"]), common=True)
 
 
+def test_transductive_scores_beside_others_make_no_other_method(digits: Dataset, tmp_path: Path) -> None:
+    made(tmp_path, digits, "fafi", 1, seed=1)
+    made(tmp_path, digits, "fafi", 1, seed=2, evaluation__batch_norm="batch")
+    group = only(compare(find_runs([tmp_path])))
+    assert [entry.method for entry in group.entries] == ["fafi"] and len(group.entries[0].runs) == 2
+
+
 def test_settings_are_grouped_and_variants_named(digits: Dataset, tmp_path: Path) -> None:
     for alpha in (0.3, 5.0):
         for value in (1.0, 5.0):

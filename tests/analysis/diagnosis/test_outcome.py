@@ -73,3 +73,11 @@ def test_of_equal_peaks_the_earliest_is_reported() -> None:
     recipe = load("fafi", [("training.epochs", 9)])
     (found,) = findings(record_of(recipe, curves={"iffi": {3: 0.6, 6: 0.6, 9: 0.5}}))
     assert "had 60.0 % at epoch 3 " in found.evidence and "about 3 epochs" in found.advice
+
+
+def test_no_transductive_score_is_advised() -> None:
+    """It is no rule that could be put first."""
+    curves = {"iffi": {9: 0.5}, "iffi, transductive": {9: 0.9}, "average": {9: 0.6}}
+    run = record_of(recipe_of("fafi", 9), {"a": [{"epoch": 1}]}, curves=curves, local_accuracy={"a": {9: 0.55}})
+    (finding,) = findings(run)
+    assert finding.advice.startswith("average has 60.0 %")
