@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import sys
 import threading
@@ -308,8 +309,13 @@ def cluster() -> Iterator[Any]:
 def test_on_one_or_two_nodes_it_is_the_local_run(
     workers: int, cluster: Any, digits: Dataset, local: Path, tmp_path: Path
 ) -> None:
-    recipe = change(RECIPE, {"local.workers": workers})
-    run(recipe, tmp_path / "run", data=digits, ray=cluster.address)
+    recipe, handlers = change(RECIPE, {"local.workers": workers}), {signal.getsignal(signal.SIGTERM)}
+
+    def emit(event: dict[str, Any]) -> None:
+        handlers.add(signal.getsignal(signal.SIGTERM))
+
+    run(recipe, tmp_path / "run", data=digits, ray=cluster.address, emit=emit)
+    assert len(handlers) == 1, "Ray leaves the command's own handler in place"
     check_equal(tmp_path / "run", local)
     environment = RunFolder(tmp_path / "run").read_json("environment.json", "")
     assert environment["ray"] == f"{workers} worker(s) on {workers} node(s), 1 CPU(s) each"
