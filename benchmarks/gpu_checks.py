@@ -17,7 +17,9 @@ import torch
 from oneround import acts
 from oneround.config.load import change, load
 from oneround.config.recipe import Local
+from oneround.config.sections import Augment
 from oneround.data import dataset_from_arrays
+from oneround.data.augment import draw, views
 from oneround.errors import RunError
 from oneround.models.patches import Patches
 from oneround.protocol import Broadcast, Upload
@@ -66,7 +68,7 @@ def fused_error(shape: tuple[int, int, int, int], *, add: bool, then: str | None
 
     Where a value within bf16's rounding of 0 or 6 is cut is decided on the rounded value, as PyTorch's own layers do in bf16.
     """
-    from oneround.models.fused import batch_norm
+    from oneround.kernels.batch_norm import batch_norm
 
     norm, exact = torch.nn.BatchNorm2d(shape[1]).cuda(), torch.nn.BatchNorm2d(shape[1]).cuda().double()
     torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
@@ -76,7 +78,7 @@ def fused_error(shape: tuple[int, int, int, int], *, add: bool, then: str | None
     )
     ours = [x.requires_grad_(), r.requires_grad_()]
     theirs = [t.detach().double().requires_grad_() for t in ours]
-    y = batch_norm(ours[0], norm, ours[1] if add else None, then)
+    y, _ = batch_norm(ours[0], norm, ours[1] if add else None, then)
     reference = exact(theirs[0]) + (theirs[1] if add else 0)
     reference = reference + (reference.bfloat16().double() - reference).detach()
     reference = {None: reference, "relu": reference.relu(), "relu6": torch.nn.functional.relu6(reference)}[then]
@@ -91,6 +93,26 @@ def fused_error(shape: tuple[int, int, int, int], *, add: bool, then: str | None
     pairs += [(norm.running_mean, exact.running_mean), (norm.running_var, exact.running_var)]
     pairs += [(ours[1].grad, theirs[1].grad)] if add else []
     return max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
+
+
+def stem_error(shape: tuple[int, int, int, int], outputs: int) -> float:
+    """Largest relative error of the kernels of the first convolution in bf16 against PyTorch in float64 on the same numbers."""
+    from oneround.kernels.stem import convolve
+
+    layer = torch.nn.Conv2d(shape[1], outputs, 3, padding=1, bias=False).cuda().to(memory_format=torch.channels_last)
+    x = torch.randn(shape, device="cuda").bfloat16().contiguous(memory_format=torch.channels_last)
+    weight = layer.weight.detach().bfloat16().double().requires_grad_()
+    y, z = convolve(x, layer.weight), torch.nn.functional.conv2d(x.double(), weight, padding=1)
+    g = torch.randn_like(y)
+    ours, theirs = torch.autograd.grad(y, layer.weight, g)[0], torch.autograd.grad(z, weight, g.double())[0]
+    return max(float((a.double() - b).norm() / b.norm()) for a, b in ((y, z), (ours, theirs)))
+
+
+def views_apart(shape: tuple[int, ...]) -> float:
+    """Largest difference between views made on the devices, of normalised pixels."""
+    pixels, numbers = torch.randint(0, 256, shape, dtype=torch.uint8), draw(shape[0], torch.Generator().manual_seed(0))
+    options = Augment(flip=0.5)
+    return float((views(pixels.cuda(), numbers.cuda(), options).cpu() - views(pixels, numbers, options)).abs().max())
 
 
 def features_apart(layers: int = 2) -> float:
@@ -132,6 +154,12 @@ def clients_apart() -> dict[str, float]:
 
 def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__)
+    for shape, outputs in (((1024, 3, 32, 32), 64), ((100, 1, 28, 28), 32), ((7, 3, 9, 13), 16)):
+        error = stem_error(shape, outputs)
+        check(f"first convolution, {shape}", error < 1e-2, f"relative error {error:.1e}")
+    for shape in ((1024, 3, 32, 32), (100, 1, 28, 28), (50, 3, 64, 64), (4, 3, 70, 70)):
+        apart = views_apart(shape)
+        check(f"views, {shape}", apart < 1e-3, f"largest difference {apart:.1e}")
     for shape in ((1024, 64, 32, 32), (1024, 512, 4, 4), (128, 144, 32, 32), (6, 24, 7, 7), (2, 16, 1, 1)):
         worst = max(fused_error(shape, add=add, then=then) for add in (False, True) for then in (None, "relu", "relu6"))
         check(f"fused batch norm, {shape}", worst < 1e-2, f"relative error {worst:.1e}")

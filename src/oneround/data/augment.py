@@ -17,6 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from oneround import kernels
 from oneround.config.recipe import Federated
 from oneround.config.sections import Augment
 
@@ -24,6 +25,7 @@ from oneround.config.sections import Augment
 COLUMNS = 11
 AREA, RATIO, LEFT, TOP, FLIP, JITTER, BRIGHTNESS, CONTRAST, SATURATION, HUE, GREY = range(COLUMNS)
 MEAN, STD = 0.5, 0.5
+MOST_PIXELS = 4096  # of an image, for the kernel that makes a view of it at once
 _LUMA = (0.299, 0.587, 0.114)
 _YIQ = (_LUMA, (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
 
@@ -40,11 +42,18 @@ def draw(samples: int, generator: torch.Generator, *, per_batch: bool = False) -
     return torch.rand(samples, COLUMNS, generator=generator)
 
 
-def views(pixels: Tensor, numbers: Tensor, options: Augment) -> Tensor:
+def views(pixels: Tensor, numbers: Tensor, options: Augment, dtype: torch.dtype = torch.float32) -> Tensor:
     """One random view of each image.
 
-    pixels (n, channels, height, width) uint8, numbers (n, COLUMNS) in [0, 1) → (n, channels, height, width) normalised.
+    pixels (n, channels, height, width) uint8, numbers (n, COLUMNS) in [0, 1) → (n, channels, height, width) normalised; in `dtype`
+    where a kernel makes them.
     """
+    if kernels.usable(pixels) and pixels.shape[2] * pixels.shape[3] <= MOST_PIXELS:
+        from oneround.kernels import views as kernel
+
+        colours, normal = _colour_matrices(pixels.device), (MEAN, STD)
+        made: Tensor = kernel.views(pixels.contiguous(), numbers.contiguous(), options, colours, normal, dtype)
+        return made
     images = recolour(crop(pixels.float() / 255, numbers, options), numbers, options)
     return (images - MEAN) / STD
 
@@ -90,7 +99,7 @@ def recolour(images: Tensor, numbers: Tensor, options: Augment) -> Tensor:
     turn = torch.where(apply, 2 * math.pi * options.hue * (2 * numbers[:, HUE] - 1), 0.0)
     along, across = chroma * turn.cos(), chroma * turn.sin()
     # The map is M = gain·(luma part) + along·(chroma part) + across·(chroma turned a quarter): three constant matrices.
-    luma, plane, quarter = _colour_matrices(images.device)
+    luma, plane, quarter = _colour_matrices(images.device).unbind()
     matrix = gain[:, None, None] * luma + along[:, None, None] * plane + across[:, None, None] * quarter
     mean_luma = images.mean((2, 3)) @ luma[0]
     offset = (brightness - gain) * mean_luma
@@ -98,11 +107,11 @@ def recolour(images: Tensor, numbers: Tensor, options: Augment) -> Tensor:
 
 
 @cache
-def _colour_matrices(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """RGB → RGB: the grey part of a colour, its chroma, and its chroma turned by a quarter circle; (3, 3) each."""
+def _colour_matrices(device: torch.device) -> Tensor:
+    """RGB → RGB: the grey part of a colour, its chroma, and its chroma turned by a quarter circle; (3, 3, 3)."""
     yiq = torch.tensor(_YIQ, dtype=torch.float64)
     back = torch.linalg.inv(yiq)
     luma = back @ torch.diag(torch.tensor([1.0, 0, 0]).double()) @ yiq
     plane = torch.eye(3).double() - luma
     quarter = back @ torch.tensor([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]]).double() @ yiq
-    return luma.float().to(device), plane.float().to(device), quarter.float().to(device)
+    return torch.stack([luma, plane, quarter]).float().to(device)

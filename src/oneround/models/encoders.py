@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneround.config.parts import Part, Slot
-from oneround.models.norm import normalise
+from oneround.models.norm import again, first_convolution, normalise
 
 Norm = Literal["batch", "group"]
 MakeNorm = Callable[[int], nn.Module]
@@ -65,7 +65,7 @@ class SmallConvNet(Encoder):
     def forward(self, images: Tensor) -> Tensor:
         x = images
         for depth, (convolution, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
-            x = normalise(norm, convolution(x))
+            x = normalise(norm, convolution(x) if depth else first_convolution(convolution, x))
             if depth < 2:
                 x = F.max_pool2d(x, 2)
         return x.mean((2, 3))
@@ -97,7 +97,7 @@ class Basic(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = normalise(self.norm1, self.conv1(x))
-        return normalise(self.norm2, self.conv2(out), self.shortcut(x))
+        return normalise(self.norm2, self.conv2(out), self.shortcut(again(x)))
 
 
 class Bottleneck(nn.Module):
@@ -116,7 +116,7 @@ class Bottleneck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = normalise(self.norm1, self.conv1(x))
         out = normalise(self.norm2, self.conv2(out))
-        return normalise(self.norm3, self.conv3(out), self.shortcut(x))
+        return normalise(self.norm3, self.conv3(out), self.shortcut(again(x)))
 
 
 class Projection(nn.Module):
@@ -152,7 +152,7 @@ class ResNet(Encoder):
         self.features = inputs
 
     def forward(self, images: Tensor) -> Tensor:
-        maps: Tensor = self.blocks(normalise(self.norm, self.stem(images)))
+        maps: Tensor = self.blocks(normalise(self.norm, first_convolution(self.stem, images)))
         return maps.mean((2, 3))
 
 
@@ -191,7 +191,7 @@ class Chain(nn.Sequential):
         layers = list(self)
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
             if isinstance(layer, nn.Conv2d):
-                x = layer(x)
+                x = first_convolution(layer, x)
             elif not isinstance(layer, nn.ReLU6):  # a norm
                 x = normalise(layer, x, added if following is None else None, "relu6" if following else None)
         return x
@@ -212,7 +212,7 @@ class InvertedResidual(nn.Module):
         self.residual = stride == 1 and inputs == outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x, x if self.residual else None)
+        out: Tensor = self.layers(x, again(x) if self.residual else None)
         return out
 
 

@@ -1,35 +1,69 @@
-"""Norm, shortcut and rectifier after a convolution, in one call; batch norm on the statistics of test batches."""
+"""An encoder's first convolution; norm, shortcut and rectifier after a convolution; batch norm on the statistics of test batches."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneround import kernels
+
 Rectifier = Literal["relu", "relu6"] | None
 
 
+def first_convolution(layer: nn.Module, images: Tensor) -> Tensor:
+    """layer(images); on a GPU, training in bf16 uses kernels that do not pad the few channels of an image."""
+    if kernels.usable(images) and _is_stem(layer, images):
+        from oneround.kernels.stem import convolve
+
+        assert isinstance(layer, nn.Conv2d)
+        return convolve(images.bfloat16().contiguous(memory_format=torch.channels_last), layer.weight)
+    out: Tensor = layer(images)
+    return out
+
+
+def _is_stem(layer: nn.Module, images: Tensor) -> bool:
+    """Whether the kernels cover this case: 3×3 from few channels, trained in bf16, on images that get no gradient."""
+    return (
+        isinstance(layer, nn.Conv2d)
+        and (layer.kernel_size, layer.stride, layer.padding, layer.groups) == ((3, 3), (1, 1), (1, 1), 1)
+        and layer.bias is None
+        and layer.in_channels <= 3
+        and layer.out_channels in (16, 32, 64, 128)
+        and not images.requires_grad
+        and torch.is_grad_enabled()
+        and torch.is_autocast_enabled("cuda")
+        and torch.get_autocast_dtype("cuda") == torch.bfloat16
+    )
+
+
 def normalise(norm: nn.Module, x: Tensor, added: Tensor | None = None, then: Rectifier = "relu") -> Tensor:
-    """then(norm(x) + added); on a GPU, batch norm in training mode uses the fused kernels (fused.py)."""
-    if x.is_cuda and _fits(norm, x) and not torch.compiler.is_compiling() and _has_triton():
-        from oneround.models.fused import batch_norm
+    """then(norm(x) + added); on a GPU, batch norm in training mode uses one kernel for all of it."""
+    if kernels.usable(x) and _fits(norm, x):
+        from oneround.kernels.batch_norm import batch_norm
 
         assert isinstance(norm, nn.BatchNorm2d)
-        return batch_norm(x, norm, added, then)
-    out: Tensor = norm(x)
+        out, second = batch_norm(x, norm, added, then)
+        out.again = second  # type: ignore[attr-defined]
+        return out
+    plain: Tensor = norm(x)
     if added is not None:
-        out = out + added
-    return out if then is None else F.relu(out) if then == "relu" else F.relu6(out)
+        plain = plain + added
+    return plain if then is None else F.relu(plain) if then == "relu" else F.relu6(plain)
+
+
+def again(x: Tensor) -> Tensor:
+    """What `normalise` made, for the second layer that uses it: its kernel adds the two gradients on the way."""
+    second: Tensor = getattr(x, "again", x)
+    return second
 
 
 def _fits(norm: nn.Module, x: Tensor) -> bool:
-    """Whether the fused kernels cover this case."""
+    """Whether the kernel covers this case."""
     return (
         isinstance(norm, nn.BatchNorm2d)
         and norm.training
@@ -37,11 +71,6 @@ def _fits(norm: nn.Module, x: Tensor) -> bool:
         and x.shape[1] % 8 == 0
         and x.is_contiguous(memory_format=torch.channels_last)
     )
-
-
-@lru_cache(maxsize=1)
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @contextmanager
