@@ -43,7 +43,7 @@ def test_batches_and_views_of_a_client_are_its_own(digits: Dataset) -> None:
     """Both follow the client's name, not the order in which clients take turns."""
     broadcast, data = prepared(digits, training__batch_size=50), few(digits, samples=100)
     a, b, again = (
-        [torch.cat(each) for each in zip(*Learner(broadcast, Site(name, data))._draw_batches(), strict=True)]
+        [torch.cat(each) for each in zip(*Learner(broadcast, Site(name, data))._draw_batches(0), strict=True)]
         for name in "aba"
     )
     assert all(torch.equal(one, other) for one, other in zip(a, again, strict=True))

@@ -142,7 +142,7 @@ def test_a_step_is_few_operations_and_waits_for_nothing(
         options = {"public": 0.2, "bank__teacher_epochs": 1, "bank__size": 64} if preset == "bank" else {}
         learner = Learner(prepared(digits, preset, trace__every=0, **options), some(digits, 64 * steps))
         with monkeypatch.context() as patch, Operations(patch) as operations:
-            assert learner._run_epoch()["steps"] == steps
+            assert learner._run_epoch(1)["steps"] == steps
         counts[steps] = operations
     assert counts[2].reads == counts[5].reads > 0
     assert (counts[5].count - counts[2].count) / 3 <= limit

@@ -98,6 +98,8 @@ def run(
                 if isinstance(pool, RayPool):
                     _record_workers(run_folder, pool)
                 result = serve(plan, run_folder, SimulatedClients(plan, run_folder, pool, batched), emit)
+                if isinstance(pool, WorkerPool):
+                    pool.settle()  # the states are removed below
         except KeyboardInterrupt:
             advice = (
                 f"continue with {run_folder.resume_command}"

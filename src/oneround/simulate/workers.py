@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from oneround.acts import train, train_group
@@ -24,8 +25,9 @@ from oneround.privacy.masks import simulated_masker
 from oneround.processes import begin_worker, hidden_main, load_workers, worker_pool
 from oneround.protocol import Broadcast, Upload
 from oneround.runs.folder import RunFolder
-from oneround.site import Site
+from oneround.site import Site, choose_device
 from oneround.training import Emit, Trainer, silent
+from oneround.training.idle import IdleStates
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,11 @@ class GroupJob:
 class Worker:
     """Trains one client after another, with one trainer; keeps the last broadcast it read."""
 
-    def __init__(self, data: Images, emit: Emit, deadline: float | None) -> None:
-        """`deadline`: when to stop between two epochs (`time.time()`)."""
+    def __init__(self, data: Images, emit: Emit, deadline: float | None, *, alone: bool = False) -> None:
+        """`deadline`: when to stop between two epochs (`time.time()`). `alone`: no other worker trains the same clients."""
         self.data, self.emit, self.deadline, self.trainer = data, emit, deadline, Trainer()
+        self.alone = alone
+        self._resident: Images | None = None
         self._broadcast: tuple[tuple[Path, int, int], Broadcast] | None = None
 
     def run(self, job: TrainJob) -> str:
@@ -81,13 +85,23 @@ class Worker:
     def _begin(self, job: TrainJob) -> Broadcast:
         for module in job.local.plugins:
             load_plugin(module)
+        if self.alone and self.trainer.idle is None:
+            self.trainer.idle = IdleStates.on(choose_device(job.local.device))
         return self._read(job.folder.broadcast)
+
+    def _take(self, samples: NDArray[np.int64], device: torch.device) -> Images:
+        """These images; on a GPU from a copy of all that stays there, if it takes less than a quarter of what is free."""
+        if self._resident is None:
+            size = self.data.pixels.nbytes
+            stays = device.type == "cuda" and 4 * size < torch.cuda.mem_get_info(device)[0]
+            self._resident = self.data.to(device) if stays else self.data
+        return self._resident.take(samples)
 
     def _site(self, job: TrainJob, broadcast: Broadcast) -> Site:
         folder, recipe, validation = job.folder, broadcast.recipe, job.validation
         return Site(
             job.client,
-            self.data.take(job.samples),
+            self._take(job.samples, choose_device(job.local.device)),
             folder.state(job.client),
             job.local,
             consensus=job.consensus,
@@ -121,7 +135,7 @@ class WorkerPool:
 
     def __enter__(self) -> WorkerPool:
         if self.size == 1:
-            self._worker = Worker(self.data, self.emit, self.deadline)
+            self._worker = Worker(self.data, self.emit, self.deadline, alone=True)
         else:
             shared = Images(self.data.pixels.share_memory_(), self.data.labels.share_memory_())
             pool = worker_pool(self.size, load_workers(__name__), self.emit, _start_worker, shared, self.deadline)
@@ -129,8 +143,17 @@ class WorkerPool:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        idle = self._worker.trainer.idle if self._worker else None
         self._worker = None
         self._stack.__exit__(*error)
+        if idle:
+            with suppress(OSError) if error[0] else nullcontext():  # the first error tells more
+                idle.close()
+
+    def settle(self) -> None:
+        """Wait until the states of idle clients are on disk."""
+        if self._worker and self._worker.trainer.idle:
+            self._worker.trainer.idle.settle()
 
     @property
     def out_of_time(self) -> bool:

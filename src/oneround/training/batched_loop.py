@@ -56,7 +56,7 @@ class Group:
             broadcast, first, slots, training.views * size
         )
         self.learners = {
-            slot: Learner(broadcast, site, emit, slot=self.stepper.slots[slot]) for slot, site in sites.items()
+            slot: Learner(broadcast, site, emit, trainer, slot=self.stepper.slots[slot]) for slot, site in sites.items()
         }
         self.images, self._starts = self._together()
 
@@ -138,7 +138,7 @@ class Group:
         drawn, steps = {}, {}
         starts = dict(zip(self.learners, self._starts, strict=True))
         for slot, learner in active.items():
-            indices, numbers, sizes = learner.draw()
+            indices, numbers, sizes = learner.draw(learner.epoch)
             drawn[slot] = list(zip((indices + starts[slot]).split(sizes), numbers.split(sizes), strict=True))
             steps[slot] = len(sizes)
         longest = max(drawn.values(), key=len)

@@ -20,7 +20,7 @@ from oneround.config.sections import Training
 from oneround.data import Images
 from oneround.data.augment import draw
 from oneround.errors import OutOfTime, RunError
-from oneround.models.prototype import PrototypeNet, on_cpu
+from oneround.models.prototype import PrototypeNet
 from oneround.protocol import Broadcast, blob
 from oneround.protocol.encoding import layout_of
 from oneround.protocol.messages import prefixed, split_by_prefix
@@ -30,6 +30,7 @@ from oneround.training import safeguards
 from oneround.training.alignment.aligner import instability_threshold
 from oneround.training.batched_step import BatchedStepper
 from oneround.training.batches import batches
+from oneround.training.idle import IdleStates, State, write_state
 from oneround.training.step import ClientState, Stepper
 
 log = logging.getLogger("oneround")
@@ -90,6 +91,7 @@ class Learner:
             raise RunError(f"{site.name}: no data to train on")
         self.broadcast, self.site, self.emit, self.batch_key = broadcast, site, emit, batch_key
         self.recipe, self.training = broadcast.recipe, broadcast.recipe.training
+        self.idle = trainer.idle if trainer else None
         self.data: Images = site.data.to(site.device)
         self._labels = site.data.labels.cpu()
         self.counts = site.data.class_counts(broadcast.classes)
@@ -106,6 +108,8 @@ class Learner:
         self.stopped_summary = ""
         """The same without figures that depend on the site's class counts."""
         self.state_file = site.folder / "state.safetensors" if site.folder else None
+        self._ahead: tuple[int, list[tuple[Tensor, Tensor]]] | None = None
+        """The batches of an epoch (from 0) that were drawn while the device was busy with the one before."""
         self.state.begin_client(self.counts)
         self._resume()
         self._saved = time.monotonic()
@@ -115,7 +119,7 @@ class Learner:
         while self.epoch < until and not self.stopped:
             before = {name: tensor.clone() for name, tensor in self.state.learned.items()}
             try:
-                metrics = self._run_epoch()
+                metrics = self._run_epoch(until)
             except torch.OutOfMemoryError:
                 metrics = None  # memory of the failed step is freed when this block ends
             if metrics is None:
@@ -134,6 +138,8 @@ class Learner:
         if due and self.epoch < self.broadcast.last_epoch:  # afterwards the upload replaces the state
             self.save()
             self._saved = time.monotonic()
+        elif due and self.idle and self.state_file:
+            self.idle.forget(self.state_file)
         if late:
             raise OutOfTime(f"{self.site.name}: stopped after epoch {self.epoch}, the time is over; resume to go on")
 
@@ -175,9 +181,11 @@ class Learner:
         fix = f"{fits} would (--set {key}={fits})" if fits else "not even 1 would; take a smaller encoder"
         return f"{self.site.name}: {key} = {self.training.batch_size} does not fit into the memory of {self.site.device}; {fix}"
 
-    def _run_epoch(self) -> dict[str, Any]:
+    def _run_epoch(self, until: int) -> dict[str, Any]:
         start = reported = time.monotonic()
-        plan, rate = self._draw_batches(), 0.0
+        drawn, self._ahead = self._ahead, None
+        plan = drawn[1] if drawn and drawn[0] == self.epoch else self._draw_batches(self.epoch)
+        rate = 0.0
         aligner, consensus = self.state.aligner, self.site.consensus
         self.stepper.begin_epoch(self.epoch, consensus)
         with self.stepper.stream_context():
@@ -192,6 +200,8 @@ class Learner:
                     reported = time.monotonic()
                     done = {"epoch": self.epoch + 1, "done": step + 1, "of": len(plan)}
                     self.emit({"event": "steps", "client": self.site.name, **done})
+            if self.epoch + 1 < until:
+                self._ahead = self.epoch + 1, self._draw_batches(self.epoch + 1)
             means = self.stepper.means(len(plan)) | (self.companion.report() if self.companion else {})
             gradients = self.stepper.gradients() if self.traced(len(plan)) else None
         alignment = aligner.report(self.epoch, consensus) if aligner else {}
@@ -212,20 +222,20 @@ class Learner:
             metrics["gradients"] = gradients
         return {**metrics, "classes_seen": int((self.counts > 0).sum()), **alignment, "seconds": seconds}
 
-    def _draw_batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Sample indices and random numbers of every batch of the epoch on the device, all views of a batch in one pass."""
-        indices, numbers, sizes = self.draw()
+    def _draw_batches(self, epoch: int) -> list[tuple[Tensor, Tensor]]:
+        """Sample indices and random numbers of every batch of an epoch on the device, all views of a batch in one pass."""
+        indices, numbers, sizes = self.draw(epoch)
         device = self.site.device
         return list(zip(indices.to(device).split(sizes), numbers.to(device).split(sizes), strict=True))
 
-    def draw(self) -> tuple[Tensor, Tensor, list[int]]:
-        """Sample indices and random numbers of the epoch, one batch after another, and the batches' sizes, all views.
+    def draw(self, epoch: int) -> tuple[Tensor, Tensor, list[int]]:
+        """Sample indices and random numbers of an epoch (from 0), one batch after another, and the batches' sizes, all views.
 
         They are drawn on the CPU, so every device makes the same views.
         """
         seed, views = self.recipe.seeds.training, self.training.views
-        plan = batches(self._labels, self.training, generator(seed, self.site.name, self.epoch, "shuffle"))
-        random = generator(seed, self.site.name, self.epoch, "augment")
+        plan = batches(self._labels, self.training, generator(seed, self.site.name, epoch, "shuffle"))
+        random = generator(seed, self.site.name, epoch, "augment")
         per_batch, sizes = self.training.augment.per_batch, [views * len(index) for index in plan]
         numbers = torch.cat([draw(len(index), random, per_batch=per_batch) for index in plan for _ in range(views)])
         return torch.cat([index.repeat(views) for index in plan]), numbers, sizes
@@ -247,17 +257,25 @@ class Learner:
         momentum = {} if self.training.restart_optimizer else self.state.momentum
         companion = self.companion.state() if self.companion else {}
         tensors = self.state.learned | prefixed(momentum=momentum, companion=companion)
-        owner = {"client": self.site.name, "recipe_digest": self.broadcast.digest, "epoch": self.epoch}
-        raw = blob.pack(
-            "state", {name: on_cpu(value) for name, value in tensors.items()}, {**owner, "history": self.history}
-        )
-        blob.write_durably(self.state_file, raw, flush=False)
+        manifest = {
+            "client": self.site.name,
+            "recipe_digest": self.broadcast.digest,
+            "epoch": self.epoch,
+            "history": list(self.history),
+        }
+        if self.idle:
+            self.idle.keep(self.state_file, manifest, tensors)
+        else:
+            write_state(self.state_file, State(manifest, tensors))
 
     def _resume(self) -> None:
         """Load the saved state, if there is one of this round."""
-        if self.state_file is None or not self.state_file.is_file():
+        if self.state_file is None:
             return
-        manifest, tensors = blob.read(self.state_file, "state")
+        kept = self.idle.get(self.state_file) if self.idle else None
+        if kept is None and not self.state_file.is_file():
+            return
+        manifest, tensors = kept or blob.read(self.state_file, "state")
         if (manifest["client"], manifest["recipe_digest"]) != (self.site.name, self.broadcast.digest):
             raise RunError(f"{self.state_file}: state of another client or recipe; remove it to start over")
         if not self.broadcast.first_epoch < int(manifest["epoch"]) <= self.broadcast.last_epoch:
@@ -281,7 +299,9 @@ def learning_rate(training: Training, epoch: float, epochs: int) -> float:
 class Trainer:
     """A worker's network and training step at fixed addresses, bound to one broadcast at a time; clients take turns."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle: IdleStates | None = None) -> None:
+        """`idle`: holds the states of the clients that wait; without it they are in files only."""
+        self.idle = idle
         self._stepper: Stepper | None = None
         self._structure: object = None
 

@@ -267,7 +267,8 @@ class Stepper(ClientState):
 
     def _step(self, pixels: Tensor, labels: Tensor, numbers: Tensor) -> None:
         with torch.no_grad():
-            inputs = self._arranged(views(pixels, numbers, self.training.augment))
+            dtype = torch.bfloat16 if self.bf16 and self.teacher is None else torch.float32
+            inputs = self._arranged(views(pixels, numbers, self.training.augment, dtype))
             teacher_logits = self.teacher(inputs) if self.teacher else None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             features = self._by_client(self.encode(inputs).float())
@@ -321,7 +322,8 @@ class Stepper(ClientState):
         """Record a step on the fixed buffers; a step that cannot be recorded runs eagerly."""
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=self.stream):
+            # Other threads may use the device meanwhile: one writes the states of idle clients.
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self._step(*self.inputs)
             self.stage.graph, self.stage.batch = graph, self.last_batch
         except RuntimeError as error:
