@@ -33,6 +33,7 @@ PAIRED: dict[str, tuple[str, dict[str, Any]]] = {
     "etf (v7)": ("etf", {}),
     "etf-entropy (v9)": ("etf-entropy", {}),
     "etf-uncertainty (v10)": ("etf-uncertainty", {}),
+    "v10, σ not clipped": ("etf-uncertainty-unclipped", {}),
 }
 ONCE: dict[str, tuple[str, dict[str, Any]]] = {
     "etf-attenuated (v12)": ("etf-attenuated", {}),
@@ -47,7 +48,8 @@ ONCE: dict[str, tuple[str, dict[str, Any]]] = {
     "v12 as in its code": ("etf-attenuated", {"alignment.weight.apply": "raw", "alignment.schedule": "cosine"}),
     "bank, label-aware": ("bank", {"objective.terms.bank-contrastive.same_class": "ignored"}),
     "v10 rescaled only": ("etf-uncertainty", {"alignment.weight.rescale": True}),
-    "v10 slow σ only": ("etf-uncertainty", {"alignment.weight.rate": 0.01}),
+    "v10 slow σ only": ("etf-uncertainty-slow", {}),
+    "v10 head start only": ("etf-uncertainty-head-start", {}),
 }
 METHODS = PAIRED | ONCE
 RULES = ["iffi", "average", "logit-ensemble", "entropy-gated", "typicality-gated"]

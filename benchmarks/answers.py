@@ -38,6 +38,7 @@ ORTHOGONAL = 0.1  # cosines below this in absolute value are nearly 0
 FAMILY, NOTE_000, LABEL_SKEW = "cifar10_anchor_family", "cifar10_note_000", "digits_label_skew"
 EXPLOSION, MERGENET, STUDENTS = "digits_explosion_eight_seeds", "cifar10_mergenet", "digits_students"
 TRANSDUCTIVE = transductive_name("iffi", Evaluation().batch_size)
+LEARNED = "etf-uncertainty-unclipped"  # the form of V10 that the record has
 REPRODUCED, REFUTED, NOT_MEASURED = "reproduced", "refuted", "not measured"
 
 
@@ -342,7 +343,7 @@ def learned_by_client(run: RunRecord, epoch: int) -> list[float]:
 @answers
 def learned(round: int, values: Sequence[float]) -> Answer:
     """V10's λ of every client after a round, ours on partition 1."""
-    ours = learned_by_client(runs_of(FAMILY, "v10")[0], round + 1)
+    ours = learned_by_client(runs_of(FAMILY, LEARNED)[0], round + 1)
     most = max(abs(one - other) / other for one, other in zip(ours, values, strict=True))
     figure = " ".join(f"{value:.4f}" for value in values)
     why = f"the largest of the five differences is {percent(most)}" + (
@@ -380,7 +381,7 @@ def table_of_learned() -> dict[int, Sequence[float]]:
 @answers
 def mean_learned() -> Answer:
     """Mean λ in the first and last row of the note's table; ours by partition."""
-    table, mine = table_of_learned(), runs_of(FAMILY, "v10")
+    table, mine = table_of_learned(), runs_of(FAMILY, LEARNED)
     first, end = (statistics.mean(table[at]) for at in (min(table), max(table)))
     ours = [
         Summary(tuple(statistics.mean(learned_by_client(run, at + 1)) for run in mine))
@@ -400,7 +401,7 @@ def steady(settled: int, within: float) -> Answer:
     """Whether λ keeps its value from some round on, in the note's own table."""
     rows = [values for at, values in table_of_learned().items() if at >= settled]
     own = max(statistics.pstdev(each) / statistics.mean(each) for each in zip(*rows, strict=True))
-    traces = [list(trace.values())[9:] for trace in runs_of(FAMILY, "v10")[0].trace("lambda_raw").values()]
+    traces = [list(trace.values())[9:] for trace in runs_of(FAMILY, LEARNED)[0].trace("lambda_raw").values()]
     ours = max(statistics.pstdev(each) / statistics.mean(each) for each in traces)
     verdict = REFUTED if own <= within else REPRODUCED
     return Answer(
@@ -411,13 +412,13 @@ def steady(settled: int, within: float) -> Answer:
 @answers
 def over_aligned() -> Answer:
     """Loss of alignment at the end, V10 against V7: lower is more aligned."""
-    v10, v7 = (Summary(tuple(last(run, "align") for run in runs_of(FAMILY, method))) for method in ("v10", "v7"))
+    v10, v7 = (Summary(tuple(last(run, "align") for run in runs_of(FAMILY, method))) for method in (LEARNED, "v7"))
     difference = paired(v10.values, v7.values)
     return Answer(
         f"{difference:+.3f} {count(difference)}",
         evidence=file_of(FAMILY),
         tests=(Test(opposite(difference)),),
-        facts={"against": signed(contrast(FAMILY, "v10", "v7"))},
+        facts={"against": signed(contrast(FAMILY, LEARNED, "v7"))},
     )
 
 
@@ -425,7 +426,7 @@ def over_aligned() -> Answer:
 def at_rest(within: float) -> Answer:
     """λ over L_base/L_align after the last epoch."""
     ratios = []
-    for run in runs_of(FAMILY, "v10"):
+    for run in runs_of(FAMILY, LEARNED):
         weight, align, base = (run.trace(quantity) for quantity in ("lambda_raw", "align", "base"))
         end = max(next(iter(weight.values())))
         ratios.append([weight[client][end] * align[client][end] / base[client][end] for client in weight])

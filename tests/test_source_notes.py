@@ -105,7 +105,7 @@ def test_commands_name_what_is_there(command: str) -> None:
 
 
 def test_a_variant_of_a_preset_is_not_taken_for_the_preset() -> None:
-    run = answers.runs_of(answers.FAMILY, "v10")[0]
+    run = answers.runs_of(answers.FAMILY, answers.LEARNED)[0]
     assert answers.is_preset(run)
     for key, value in (("alignment.weight.rate", 0.01), ("alignment.weight.clip", True)):
         assert key in run.keys and not answers.is_preset(replace(run, keys={**run.keys, key: value}))

@@ -67,6 +67,33 @@ def test_v10_tends_to_the_ratio_of_the_losses(digits: Dataset) -> None:
     assert last["lambda_raw"] == pytest.approx(last["sigma_base"] / last["sigma_align"], rel=0.1)
 
 
+NOTE_002 = {30: 16.7670, 26: 22.1632, 10: 4.5188, 20: 17.3472, 14: 11.2946}
+"""Steps in the first epoch of each client of source note 002 (batches of 512) → V10's λ after it."""
+
+
+def test_joint_clipping_gives_the_weights_of_source_note_002(digits: Dataset) -> None:
+    """L_base begins near 10 and L_align near 1 on digits too, so λ after an epoch follows from the number of steps and the clipping."""
+
+    def learned(preset: str, steps: int) -> float:
+        return series(trained(digits, preset, 1, samples=32 * steps), "lambda_raw")[0]
+
+    for steps, noted in NOTE_002.items():
+        assert learned("v10", steps) == pytest.approx(noted, rel=0.3)
+        assert learned("etf-uncertainty-unclipped", steps) > 1.4 * noted
+
+
+def test_the_repairs_of_v10_change_the_start_and_the_pace_of_its_variances_and_nothing_else(digits: Dataset) -> None:
+    plain, slow, ahead = (
+        trained(digits, name, 1) for name in ("v10", "etf-uncertainty-slow", "etf-uncertainty-head-start")
+    )
+    for name in ("sigma_base", "sigma_align"):
+        assert abs(np.log(series(slow, name)[0])) < 0.05
+    assert series(ahead, "sigma_base")[0] < 0.7 * series(plain, "sigma_base")[0]
+    own = [{key: value for key, value in load(name).plain().items() if key not in ("method", "alignment")} for name in
+           ("v10", "etf-uncertainty-slow", "etf-uncertainty-head-start", "etf-uncertainty-unclipped")]  # fmt: skip
+    assert own.count(own[0]) == len(own)
+
+
 def test_v11_is_the_learned_weight_times_a_factor_from_outside(digits: Dataset) -> None:
     upload = trained(digits, "v11", 5)
     assert series(upload, "s") == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0])

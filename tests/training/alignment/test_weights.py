@@ -64,6 +64,11 @@ def test_a_learned_weight_starts_at_the_entropy_policys() -> None:
     start = weights.parse("uncertainty").variables(0.5743)
     assert abs(math.exp(start["a"] - start["b"]) - 5.7856) < 1e-3
     assert weights.of(load("v10").alignment.weight).variables(0.5743) == {"a": 0.0, "b": 0.0}  # type: ignore[union-attr]
+    paces = {name: weights.of(load(name).alignment.weight).pace() for name in  # type: ignore[union-attr]
+             ("v10", "etf-uncertainty-unclipped", "etf-uncertainty-slow", "etf-uncertainty-head-start")}  # fmt: skip
+    assert list(paces.values()) == [(1.0, True), (1.0, False), (0.01, True), (1.0, True)]
+    ahead = weights.of(load("etf-uncertainty-head-start").alignment.weight)  # type: ignore[union-attr]
+    assert ahead.variables(0.5743) == {"a": -1.0, "b": 0.0}
     repaired = weights.of(load("etf-uncertainty-repaired").alignment.weight)  # type: ignore[union-attr]
     assert repaired.variables(0.9) == {"a": -1.0, "b": 0.0} and repaired.pace() == (0.01, True)
 
