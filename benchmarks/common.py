@@ -22,7 +22,7 @@ def in_own_process(*arguments: str) -> Any:
     Raises subprocess.CalledProcessError if it fails.
     """
     command = [sys.executable, sys.argv[0], *arguments]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -49,7 +49,7 @@ class Study:
         self.keys, self.setting, self.page = keys, setting, page
         self.deadline = time.time() + 60 * options.minutes
         self.record_file = sibling(options.out, ".json")
-        self.machine = environment(choose_device("auto"))
+        self.machine = environment(choose_device(getattr(options, "device", "auto")))
         earlier = json.loads(self.record_file.read_text()) if self.record_file.exists() else {"cells": []}
         other = next((key for key, value in setting.items() if earlier.get(key, value) != value), None)
         if other is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import mergenet
 import note_000
 import ridge
 import routed
+import scaling
 from oneround.data import Images
 from study import measured_on, merge_environments
 
@@ -150,3 +153,59 @@ def test_a_short_last_test_batch_is_joined_and_batch_statistics_replace_running_
     note_000.use_batch_statistics(norm)
     normalised = norm(batch)
     assert normalised.mean().abs() < 1e-4 and (normalised.std() - 1).abs() < 1e-2
+
+
+def test_a_phase_within_another_counts_for_itself_only() -> None:
+    clock = scaling.Clock()
+    part = SimpleNamespace(upload=lambda: time.sleep(0.2))
+
+    def train() -> str:
+        time.sleep(0.05)
+        part.upload()
+        return "client"
+
+    part.train = train
+    clock.count(part, "train", "training")
+    clock.count(part, "upload", "uploads")
+    assert part.train() == "client"
+    seconds = clock.stop()
+    assert 0.05 <= seconds["training"] < 0.2 <= seconds["uploads"] and seconds["rest"] < 0.05
+
+
+def test_growth_is_the_line_through_all_counts_and_memory_that_grows_is_not_called_flat() -> None:
+    assert scaling.line_through([5, 20, 100], [4.0, 7.0, 23.0]) == pytest.approx((3.0, 0.2, 1.0))
+    cells = [
+        {
+            "clients": count,
+            "way": scaling.ALONE,
+            "seconds": dict.fromkeys(scaling.PHASES, 0.5) | {"training": 3 + 0.2 * count},
+            "total": 6.0 + 0.2 * count,
+            "host_peak": 1000 + 20 * count,
+            "device_peak": 1000 + count,
+            "network": 100,
+            "bytes": {"uploads": 4 * count},
+        }
+        for count in (5, 20, 100)
+    ]
+    rows = {line.split(" | ")[0]: line for line in scaling.growth(cells, scaling.ALONE)}
+    assert "3.00 | 0.2 | 1.000" in rows["| training, seconds"]
+    assert "not flat | 0.200 networks" in rows["| host memory, 5 to 100"]
+    assert " | flat | 0.010 networks" in rows["| device memory, 5 to 100"]
+    assert not scaling.growth(cells[:2], scaling.ALONE), "a line through two points explains nothing"
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_scaling_does_the_same_work_with_every_count_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    words = ["--data", "digits", "--samples", "160", "--test-images", "32", "--batch-size", "20", "--device", "cpu"]
+    words += ["--set", "model.encoder={kind: cnn, width: 4}", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "scaling")]  # fmt: skip
+    first = study("scaling", *words, "--clients", "2", "4")
+    assert [line.split(":")[0] for line in first[:2]] == ["clients 2, way one by one", "clients 4, way one by one"]
+    lines = study("scaling", *words, "--clients", "2", "4", "8", "--batched", "8")
+    assert [line.split(":")[0] for line in lines[:2]] == ["clients 8, way one by one", "clients 8, way together"]
+    assert lines[2].startswith("4 of 4 runs") and lines[-1].startswith("- 8 clients trained together: ")
+    cells = json.loads((tmp_path / "scaling.json").read_text())["cells"]
+    assert {cell["steps"] for cell in cells} == {8}
+    assert all(cell["seconds"][name] > 0 for cell in cells for name in scaling.PHASES)
+    assert all(cell["bytes"]["uploads"] >= cell["clients"] * cell["network"] for cell in cells)
+    assert not list((tmp_path / "runs").iterdir())
