@@ -82,13 +82,15 @@ def prepare(
     net = initialise(recipe.encoder, shape[0], len(class_names), seed, recipe.model.head)
     if recipe.local.initial_weights:
         load_weights(recipe.local.initial_weights, net, "initial_weights")
+    if recipe.alignment is not None:
+        extras["anchors"] = anchors.of(recipe.alignment.anchors).make(len(class_names), net.encoder.features, seed)
+        if recipe.alignment.initial == "anchors":
+            net.prototypes.data.copy_(extras["anchors"])
     broadcast = Broadcast(recipe.federated, class_names, shape, net.weights())
     for rule in rules_of(recipe):
         rule.check(broadcast, recipe.local)
     if recipe.companion is not None:
         check_companion(recipe.companion, broadcast)
-    if recipe.alignment is not None:
-        extras["anchors"] = anchors.of(recipe.alignment.anchors).make(len(class_names), net.encoder.features, seed)
     with server.arithmetic(net.size):
         extras |= make_bank(recipe.bank, broadcast, server, emit) if recipe.bank else {}
         extras |= make_reference(recipe.reference, broadcast, server, emit) if recipe.reference else {}

@@ -8,12 +8,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from grids import only
 from oneround.analysis.comparison import compare
 from oneround.analysis.sheets import render
 from oneround.analysis.tables import (
+    anchors_sheet,
     goals_sheet,
     gradients_sheet,
     lambda_sheets,
@@ -75,6 +77,21 @@ def test_what_is_not_asked_for_is_left_out(grid: Path) -> None:
     assert sorted(group.entries[3].summary.values) == pytest.approx(sorted(means))
     with pytest.raises(RecipeError, match=r"--method etf: not among what is compared \(fafi, etf-entropy\)"):
         compare(find_runs([grid]), only=["etf"])
+
+
+def test_where_prototypes_end_is_a_table(grid: Path) -> None:
+    group = only(compare(find_runs([grid])))
+    runs = [each for entry in group.entries for each in entry.runs if each.method == "etf-entropy"]
+    rows = anchors_sheet(group).rows
+    assert len(rows) == len(runs) > 0
+    for row, run in zip(rows, runs, strict=True):
+        for cell, name in ((row[2], "anchor_cosine"), (row[4], "prototype_norm"), (row[5], "align")):
+            ends = [np.mean([trace[end(trace)] for trace in run.trace(name).values()]) for end in (min, max)]
+            assert cell == " → ".join(f"{value:.3f}" for value in ends)
+        assert row[3] == f"{min(trace[max(trace)] for trace in run.trace('anchor_cosine').values()):.3f}"
+        assert row[6] == f"{100 * run.accuracy['iffi']:.1f}"
+    with pytest.raises(RecipeError, match="traced where its prototypes are"):
+        anchors_sheet(only(compare(find_runs([grid]), only=["fafi"])))
 
 
 def test_peaks_and_angles(grid: Path) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from oneround.config.load import change, load, parse_federated, parse_override
-from oneround.config.recipe import Recipe
+from oneround.config.recipe import ADDED, Recipe
+from oneround.config.sections import Alignment, Evaluation
 from oneround.errors import RecipeError
+from oneround.runs.record import flat, keys_of
 
 BAD = {
     "training.epohcs=3": ["training.epohcs", "3", "did you mean 'epochs'"],
@@ -80,6 +82,16 @@ def test_only_the_federated_half_is_hashed() -> None:
     assert "local" not in recipe.plain()
     assert parse_federated(recipe.plain()).digest == recipe.digest
     assert change(recipe, {"evaluation.batch_norm": "batch"}).digest != recipe.digest, "a key that was added later"
+
+
+def test_a_key_that_was_added_later_leaves_older_recipes_their_digest() -> None:
+    sections = {"evaluation": Evaluation(), "alignment": Alignment()}
+    assert {name: {key: getattr(sections[name], key) for key in keys} for name, keys in ADDED.items()} == ADDED
+    aligned = load("etf")
+    assert load("etf", {"alignment.initial": "random"}).digest == aligned.digest
+    assert load("etf", {"alignment.initial": "anchors"}).digest != aligned.digest
+    older = {key: value for key, value in flat(aligned.plain()) if key != "alignment.initial"}
+    assert keys_of(older) == keys_of(aligned.plain())
 
 
 def test_a_recipe_cannot_be_changed_in_place() -> None:

@@ -1,4 +1,5 @@
-"""Tables of a comparison: methods with verdicts, epochs × methods, λ per client, peaks, epochs to an accuracy, gradient cosines."""
+"""Tables of a comparison: methods with verdicts, epochs × methods, λ per client, peaks, prototypes and anchors, epochs to an accuracy,
+gradient cosines."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from oneround.analysis.sheets import VERDICT, Sheet
 from oneround.analysis.statistics import Comparison
 from oneround.errors import RecipeError
 from oneround.formatting import plural
+from oneround.runs.log import Curves
 from oneround.runs.record import RunRecord
 
 
@@ -111,6 +113,33 @@ def peaks_sheet(group: Group) -> Sheet:
         *group.remarks,
     ]
     return Sheet(f"{group.title}: growth of λ and fall of accuracy", heads, rows, notes)
+
+
+def anchors_sheet(group: Group) -> Sheet:
+    """Runs: how far prototypes turned towards their anchors, their length, and what is left of L_align."""
+    heads = ["method", "partition", "cos(P, A) first → last", "least", "length first → last", "L_align first → last"]
+    rows = []
+    for entry in group.entries:
+        for run in entry.runs:
+            cosines = run.trace("anchor_cosine")
+            if not cosines:
+                continue
+            least = min(trace[max(trace)] for trace in cosines.values())
+            cells = [
+                _first_and_last(cosines),
+                f"{least:.3f}",
+                *(_first_and_last(run.trace(name)) for name in ("prototype_norm", "align")),
+            ]
+            rows.append([group.short(entry), str(run.partition_seed), *cells, f"{100 * run.accuracy[entry.rule]:.1f}"])
+    if not rows:
+        raise RecipeError("none of these runs traced where its prototypes are (alignment); --layout methods or rounds")
+    note = "means over clients after the first and the last epoch; least: of the client whose prototypes turned least"
+    return Sheet(f"{group.title}: prototypes and their anchors", [*heads, "final %"], rows, [note, *group.remarks])
+
+
+def _first_and_last(traces: Curves) -> str:
+    """`0.012 → 0.950`: means over clients after the first and the last epoch; empty where nothing was measured."""
+    return " → ".join(f"{fmean(trace[end(trace)] for trace in traces.values()):.3f}" for end in (min, max) if traces)
 
 
 def goals_sheet(group: Group, goals: Sequence[float]) -> Sheet:

@@ -37,7 +37,7 @@ def compare(
     baseline: Annotated[str | None, typer.Option("--baseline", help="Method the others are compared with; otherwise the first.")] = None,
     rule: Annotated[str | None, typer.Option("--rule", help="A fusion rule, or all; otherwise the one that makes each run's model.")] = None,
     methods: Annotated[list[str] | None, typer.Option("--method", help="Only this method; may be given several times.", metavar="NAME")] = None,
-    layout: Annotated[Literal["methods", "rounds", "lambda", "peaks", "goals", "gradients"], typer.Option("--layout", help="methods; rounds × methods; λ per client and round; peak and final accuracy; epochs to each accuracy; cosines between gradients.")] = "methods",
+    layout: Annotated[Literal["methods", "rounds", "lambda", "peaks", "anchors", "goals", "gradients"], typer.Option("--layout", help="methods; rounds × methods; λ per client and round; peak and final accuracy; prototypes seen from their anchors; epochs to each accuracy; cosines between gradients.")] = "methods",
     every: Annotated[int, typer.Option("--every", min=1, help="Show every so many epochs (rounds, lambda).")] = 1,
     goals: Annotated[list[float] | None, typer.Option("--goal", min=0, max=100, callback=finite, help="An accuracy in % for --layout goals; may be given several times.")] = None,
     interest: InterestOption = 1.0,
@@ -59,6 +59,7 @@ def compare(
         "rounds": lambda group: [tables.rounds_sheet(group, every)],
         "lambda": lambda group: tables.lambda_sheets(group, every),
         "peaks": lambda group: [tables.peaks_sheet(group)],
+        "anchors": lambda group: [tables.anchors_sheet(group)],
         "goals": lambda group: [tables.goals_sheet(group, goals or GOALS)],
         "gradients": lambda group: [tables.gradients_sheet(group)],
     }

@@ -46,8 +46,12 @@ from oneround.errors import RecipeError
 
 FORMER_NAMES = {"rails": "safeguards"}
 """Keys of older recipes, with their names today. Both are read; today's are written."""
-ADDED = {"evaluation": ("batch_norm", "batch_size")}
-"""Keys by section that were added since. Those that have their default do not enter the digest: a recipe keeps the one it had."""
+ADDED: Mapping[str, Mapping[str, Any]] = {
+    "evaluation": {"batch_norm": "running", "batch_size": 256},
+    "alignment": {"initial": "random"},
+}
+"""Keys by section that were added since, with their defaults. Those that have their default do not enter the digest: a recipe
+keeps the one it had."""
 
 
 def current_name(key: str) -> str:
@@ -300,9 +304,8 @@ class Federated(Strict):
         """SHA-256 of the federated half; the local half does not enter. It has the form that version 0.1.0 gave it."""
         former, plain = {name: former for former, name in FORMER_NAMES.items()}, self.plain()
         for section, keys in ADDED.items():
-            default = Federated.model_fields[section].default.model_dump(mode="json")
-            for key in keys:
-                if plain[section][key] == default[key]:
+            for key, default in keys.items():
+                if plain[section] is not None and plain[section][key] == default:
                     del plain[section][key]
         return digest_of({former.get(key, key): value for key, value in plain.items()})
 

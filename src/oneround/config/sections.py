@@ -185,6 +185,8 @@ class Alignment(Strict):
     """Prototypes of all classes, or of those in the batch."""
     distance: Literal["squared", "cosine"] = "squared"
     """Mean squared difference over all entries, or 1 − cos."""
+    initial: Literal["random", "anchors"] = "random"
+    """Where prototypes begin: as the network is initialised, or on their anchors."""
     path: Literal["direct", "progressive"] = "direct"
     """Pull to the anchors from the start, or to a point that moves from the initial prototypes to them."""
     weight: Annotated[Part, In("weight")] = Field(default="fixed", validate_default=True)
@@ -197,6 +199,14 @@ class Alignment(Strict):
     @model_validator(mode="after")
     def _guard_fits(self) -> Alignment:
         self.guard.check(self.weight)
+        return self
+
+    @model_validator(mode="after")
+    def _path_leads_somewhere(self) -> Alignment:
+        if self.path == "progressive" and self.initial == "anchors":
+            raise ValueError(
+                "path = progressive: prototypes begin on their anchors already; set initial: random, or path: direct"
+            )
         return self
 
 

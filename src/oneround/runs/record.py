@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from oneround.config.parts import Strict
-from oneround.config.recipe import Federated, Recipe, current_name
+from oneround.config.recipe import ADDED, Federated, Recipe, current_name
 from oneround.errors import OneroundError, RunError
 from oneround.protocol import blob
 from oneround.runs.folder import RunFolder, client_name
@@ -258,7 +258,10 @@ def flat(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
 
 def keys_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe's keys with dots; keys that the recipe is too old for have their default, which changes nothing."""
-    return {**_defaults(), **{current_name(key): value for key, value in flat(tree)}}
+    keys = {current_name(key): value for key, value in flat(tree)}
+    sections = {key.partition(".")[0] for key in keys}
+    added = {f"{name}.{key}": value for name in sections & ADDED.keys() for key, value in ADDED[name].items()}
+    return {**_defaults(), **added, **keys}
 
 
 @lru_cache

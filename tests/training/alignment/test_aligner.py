@@ -12,11 +12,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from clients import broadcast_of, few
+from clients import broadcast_of, few, series, trained
 from conftest import small_recipe
 from oneround import acts
 from oneround.config.load import load
 from oneround.data import Dataset
+from oneround.data.augment import preprocessing
+from oneround.errors import RecipeError
+from oneround.models.prototype import network_from
 from oneround.protocol import blob
 from oneround.site import Site
 from oneround.training import Batch
@@ -78,6 +81,58 @@ def test_rescaling_leaves_a_guard_as_strong_as_it_is(guard: dict[str, Any]) -> N
         pulls.append(torch.stack(torch.autograd.grad(total, [made.variables["a"], made.variables["b"]])))
         sigma = float(made.variables["a"].detach().exp())
     assert torch.allclose(pulls[1], 2 * sigma * pulls[0], rtol=1e-5)
+
+
+TURNING = ("etf-cosine", "etf-norm", "etf-started", "etf-features")
+
+
+def test_forms_of_alignment_that_turn_prototypes_where_v7_does_not(digits: Dataset) -> None:
+    cosine = {
+        name: series(trained(digits, name, 20, samples=160, training__batch_size=16), "anchor_cosine")[-1]
+        for name in ("v7", *TURNING)
+    }
+    assert cosine["v7"] < 0.2
+    assert min(cosine[name] for name in TURNING) > 0.9
+
+
+def test_v7_shortens_prototypes_and_the_cosine_turns_them(digits: Dataset) -> None:
+    v7, turned = (trained(digits, name, 20, samples=160, training__batch_size=16) for name in ("v7", "etf-cosine"))
+    assert series(v7, "prototype_norm")[-1] < 0.8 * series(v7, "prototype_norm")[0]
+    assert series(turned, "prototype_norm")[-1] > 0.95 * series(turned, "prototype_norm")[0]
+    assert series(v7, "align")[-1] < 0.7 * series(v7, "align")[0], "the loss falls all the same"
+
+
+def test_prototypes_begin_on_their_anchors(digits: Dataset) -> None:
+    begun = broadcast_of(digits, "etf-started", 1)
+    assert torch.equal(begun.weights["prototypes"], begun.extras["anchors"])
+    assert begun.extras["anchors"].norm(dim=1).tolist() == pytest.approx([4.0] * 10), "√16"
+    usual = broadcast_of(digits, "etf-started", 1, alignment__initial="random")
+    others = [{name: value for name, value in each.weights.items() if name != "prototypes"} for each in (begun, usual)]
+    assert all(torch.equal(value, others[1][name]) for name, value in others[0].items())
+    assert not torch.equal(usual.weights["prototypes"], usual.extras["anchors"])
+    with pytest.raises(RecipeError, match="path = progressive: prototypes begin on their anchors already"):
+        load("etf-started", {"alignment.path": "progressive"})
+
+
+def test_alignment_of_features_brings_features_to_the_anchors(digits: Dataset) -> None:
+    own = few(digits)
+    ends = {}
+    for weight in (0.0, 5.0):
+        broadcast = broadcast_of(
+            digits,
+            "etf-features",
+            20,
+            alignment__weight__value=weight,
+            alignment__initial="random",
+            model__encoder={"kind": "cnn", "width": 16},
+        )
+        upload = acts.train(broadcast, Site("site", own))
+        net = network_from(broadcast.recipe.encoder, 1, 10, upload.weights).eval()
+        mean, std = preprocessing(broadcast.recipe)
+        with torch.no_grad():
+            features = net.encoder((own.pixels.float() / 255 - mean) / std)
+        ends[weight] = float(F.cosine_similarity(features, broadcast.extras["anchors"][own.labels]).mean())
+    assert ends[5.0] > ends[0.0] + 0.1
 
 
 def state_of(digits: Dataset, folder: Path, preset: str) -> set[str]:
