@@ -13,6 +13,7 @@ from oneround import acts
 from oneround.config.load import load, presets
 from oneround.data import Dataset
 from oneround.site import Site
+from oneround.training.alignment.weights import weights
 
 FAST = {"alignment__weight__rate": 2.0}
 
@@ -105,6 +106,37 @@ def test_v12_answers_a_falling_factor_with_a_larger_weight(digits: Dataset) -> N
     steady, falling = (series(trained(digits, name, 20, **FAST), "lambda_raw") for name in ("etf-decoupled", "v12"))
     assert falling[-1] > 3 * steady[-1]
     assert falling[-1] > falling[len(falling) // 2] > falling[3]
+
+
+RAW: dict[str, Any] = {**FAST, "training__batch_size": 16, "safeguards__largest_weight": 1e9}
+
+
+def test_v12_as_it_exploded_aligns_with_raw_weights(digits: Dataset) -> None:
+    recipe = load("etf-attenuated-raw")
+    assert (
+        recipe.alignment is not None
+        and recipe.alignment.classes == "all"
+        and recipe.alignment.schedule.kind == "cosine"
+    )
+    assert weights.of(recipe.alignment.weight).pace() == (0.1, True) and recipe.training.learning_rate == 0.05
+    document, raw = (trained(digits, name, 30, samples=160, **RAW) for name in ("v12", "etf-attenuated-raw"))
+    assert series(raw, "lambda_applied") == series(raw, "lambda_raw")
+    assert series(document, "lambda_applied")[-1] < 0.1 * series(document, "lambda_raw")[-1]
+    assert series(raw, "s") == pytest.approx(
+        [(1 + np.cos(np.pi * (epoch + 1) / 30)) / 2 for epoch in range(30)], abs=1e-6
+    )
+    assert series(raw, "lambda_applied")[-1] > 100 * series(raw, "lambda_applied")[0]
+
+
+@pytest.mark.parametrize("preset", ["etf-guarded-raw", "etf-hinge-raw", "etf-clamped-raw"])
+def test_guards_bound_the_raw_weight_that_acts(digits: Dataset, preset: str) -> None:
+    free, guarded = (trained(digits, name, 30, samples=160, **RAW) for name in ("etf-attenuated-raw", preset))
+    bound = max(series(guarded, "base")) / (2 * 0.04) if preset == "etf-guarded-raw" else 50.0
+    assert max(series(guarded, "lambda_applied")) <= 1.1 * bound < 0.5 * series(free, "lambda_applied")[-1]
+    own = load("etf-attenuated-raw").plain(), load(preset).plain()
+    assert [{**each, "method": "", "alignment": {**each["alignment"], "guard": None}} for each in own[:1]] == [
+        {**each, "method": "", "alignment": {**each["alignment"], "guard": None}} for each in own[1:]
+    ]
 
 
 def test_v13_never_exceeds_its_bound(digits: Dataset) -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from clients import trained
 from oneround.config.load import load
+from oneround.data import Dataset
 from oneround.errors import RecipeError
 from oneround.training.objective import active, evaluate, log_prior, stage_of, terms
 from random_batches import random_batch
@@ -75,6 +77,26 @@ def test_each_prototype_term_has_its_own_temperature(temperature: float) -> None
         _, values = evaluate(active(changed.objective), made)
         assert abs(float(values[name]) - float(value)) < 1e-5, name
         assert all(torch.equal(values[other], plain[other]) for other in plain if other != name)
+
+
+def test_the_idle_terms_of_fafi_and_the_temperatures_that_wake_them(digits: Dataset) -> None:
+    """With as many features as a real encoder has, separation has no gradient at all, and prototype-feature is cross-entropy twice."""
+    wide: dict[str, Any] = {"model__encoder": {"kind": "cnn", "width": 32}, "trace__every": 1}
+    plain = trained(digits, "fafi", 2, **wide)
+    key = "objective__terms__{}__temperature".format
+    warm = trained(digits, "fafi", 2, **wide, **{key("prototype-separation"): 50.0, key("prototype-feature"): 0.2})
+    for entry in plain.history:
+        at = entry["gradients"]
+        assert entry["prototype-separation"] == at["prototypes"]["norm"]["prototype-separation"] == 0
+        for tensor in ("features", "prototypes"):
+            assert at[tensor]["norm"]["prototype-feature"] == pytest.approx(
+                at[tensor]["norm"]["cross-entropy"], rel=1e-5
+            )
+            assert at[tensor]["cosine"]["cross-entropy · prototype-feature"] == pytest.approx(1, abs=1e-5)
+    for entry in warm.history:
+        at = entry["gradients"]
+        assert at["prototypes"]["norm"]["prototype-separation"] > 0.1 * at["prototypes"]["norm"]["cross-entropy"]
+        assert at["features"]["cosine"]["cross-entropy · prototype-feature"] < 0.97
 
 
 def test_a_prior_is_the_log_of_the_shares_and_rules_out_an_absent_class() -> None:
