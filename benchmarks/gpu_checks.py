@@ -27,8 +27,8 @@ from oneround.site import Site
 from oneround.training import Batch, Term, terms
 
 random = torch.Generator().manual_seed(0)
-images = torch.randint(0, 256, (2048, 3, 32, 32), dtype=torch.uint8, generator=random)
-labels = torch.randint(0, 10, (2048,), generator=random)
+images = torch.randint(0, 256, (2000, 3, 32, 32), dtype=torch.uint8, generator=random)
+labels = torch.randint(0, 10, (2000,), generator=random)
 data = dataset_from_arrays("noise", images, labels, images[:64], labels[:64])
 
 
@@ -78,7 +78,7 @@ def fused_error(shape: tuple[int, int, int, int], *, add: bool, then: str | None
     )
     ours = [x.requires_grad_(), r.requires_grad_()]
     theirs = [t.detach().double().requires_grad_() for t in ours]
-    y, _ = batch_norm(ours[0], norm, ours[1] if add else None, then)
+    y, _, _ = batch_norm(ours[0], norm, ours[1] if add else None, then)
     reference = exact(theirs[0]) + (theirs[1] if add else 0)
     reference = reference + (reference.bfloat16().double() - reference).detach()
     reference = {None: reference, "relu": reference.relu(), "relu6": torch.nn.functional.relu6(reference)}[then]
@@ -92,7 +92,7 @@ def fused_error(shape: tuple[int, int, int, int], *, add: bool, then: str | None
     ]
     pairs += [(norm.running_mean, exact.running_mean), (norm.running_var, exact.running_var)]
     pairs += [(ours[1].grad, theirs[1].grad)] if add else []
-    return max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
+    return max(float((a.detach().double() - b.detach()).norm() / b.detach().norm()) for a, b in pairs)
 
 
 def stem_error(shape: tuple[int, int, int, int], outputs: int) -> float:
@@ -105,7 +105,8 @@ def stem_error(shape: tuple[int, int, int, int], outputs: int) -> float:
     y, z = convolve(x, layer.weight), torch.nn.functional.conv2d(x.double(), weight, padding=1)
     g = torch.randn_like(y)
     ours, theirs = torch.autograd.grad(y, layer.weight, g)[0], torch.autograd.grad(z, weight, g.double())[0]
-    return max(float((a.double() - b).norm() / b.norm()) for a, b in ((y, z), (ours, theirs)))
+    pairs = ((y.detach(), z.detach()), (ours, theirs))
+    return max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
 
 
 def views_apart(shape: tuple[int, ...]) -> float:

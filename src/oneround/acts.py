@@ -31,7 +31,7 @@ from oneround.models import Single, initialise
 from oneround.models.features import Constants, FeaturesPart, FrozenEncoder, Shape, features
 from oneround.models.inference import check_transductive
 from oneround.models.pretrained import load_weights
-from oneround.models.prototype import Layout, meta_network, on_cpu
+from oneround.models.prototype import Layout, all_on_cpu, meta_network
 from oneround.privacy.disclosure import disclosed_counts, disclosed_history, disclosed_stop
 from oneround.protocol.encoding import as_received, bytes_of, encoded_layout, layout_of
 from oneround.protocol.messages import Broadcast, Shapes, Upload
@@ -112,7 +112,7 @@ def _constants(recipe: Recipe, part: FeaturesPart, shape: Shape, server: Site) -
     if isinstance(part, FrozenEncoder) and recipe.local.frozen_encoder is not None:
         net = initialise(part.encoder, shape[0], 2, seed)
         load_weights(recipe.local.frozen_encoder, net, "frozen_encoder")
-        return {name: on_cpu(value) for name, value in net.encoder.state_dict().items()}
+        return all_on_cpu(net.encoder.state_dict())
     if not part.needs.public:
         return part.make(shape, seed, None)
     public, (mean, std) = public_images(server, "sums.features"), preprocessing(recipe)

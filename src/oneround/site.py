@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -78,19 +79,59 @@ class Site:
 
         `search`: let cuDNN benchmark its convolutions first, which takes seconds and pays only where a network is trained.
         """
-        before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-        torch.set_num_threads(threads_per_client(self.local, parameters))
-        if self.local.deterministic:
+        threads, exact = threads_per_client(self.local, parameters), self.local.deterministic
+        with _arithmetic.set_to(Arithmetic(threads, exact, search and not exact)):
+            yield
+
+
+class Arithmetic(NamedTuple):
+    """Settings of the whole process that an act needs."""
+
+    threads: int
+    deterministic: bool
+    benchmark: bool
+
+    @classmethod
+    def current(cls) -> Arithmetic:
+        return cls(
+            torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+        )
+
+    def apply(self) -> None:
+        torch.set_num_threads(self.threads)
+        if self.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = search and not self.local.deterministic
+        if self.deterministic != torch.are_deterministic_algorithms_enabled():  # loads PyTorch's compiler
+            torch.use_deterministic_algorithms(self.deterministic)
+        torch.backends.cudnn.benchmark = self.benchmark
+
+
+class _Acts:
+    """The settings of the acts that run, in several threads or one within another: the last to begin decides."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: list[Arithmetic] = []
+        self._before: Arithmetic | None = None
+
+    @contextmanager
+    def set_to(self, settings: Arithmetic) -> Iterator[None]:
+        with self._lock:
+            if not self._running:
+                self._before = Arithmetic.current()
+            self._running.append(settings)
+            settings.apply()
         try:
             yield
         finally:
-            torch.set_num_threads(before[0])
-            if self.local.deterministic:  # only if needed: the call loads PyTorch's compiler, which takes a second
-                torch.use_deterministic_algorithms(before[1])
-            torch.backends.cudnn.benchmark = before[2]
+            with self._lock:
+                del self._running[len(self._running) - 1 - self._running[::-1].index(settings)]
+                restored = self._running[-1] if self._running else self._before
+                assert restored is not None
+                restored.apply()
+
+
+_arithmetic = _Acts()
 
 
 def threads_per_client(local: Local, parameters: int) -> int:

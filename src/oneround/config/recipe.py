@@ -350,9 +350,10 @@ class Local(Strict):
     """CPU threads per client; default: 1 for small encoders (clients run side by side), all for large ones, at
     most 4 beside a GPU."""
     workers: Count | None = None
-    """Clients trained at once on a CPU; default: as many as threads per client allow."""
+    """Clients trained at once on a CPU; default: as many as threads per client allow. On a GPU two take turns where its memory has
+    room for both; 1: one."""
     checkpoint_seconds: NotNegative = 30.0
-    """Save a client's state at the end of an epoch when the last save is older than this."""
+    """Save a client's state at the end of an epoch when the last save is older than this; on a GPU also between its turns."""
     sinks: list[Literal["tensorboard", "mlflow"]] = Field(default=[])
     """Where metrics go besides metrics.jsonl."""
     plugins: list[str] = Field(default=[])

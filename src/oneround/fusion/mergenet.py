@@ -37,7 +37,7 @@ from oneround.mergenet import (
     teacher_of,
 )
 from oneround.models import Inference
-from oneround.models.prototype import on_cpu
+from oneround.models.prototype import all_on_cpu
 from oneround.protocol import Broadcast, Upload
 from oneround.site import Site
 from oneround.training.server_side import read_state, write_state
@@ -101,7 +101,7 @@ class MergeNet(Average):
         facts |= {name: value for name, value in metrics.items() if math.isfinite(value)}
         sent = averaged
         if due:
-            fused = {name: on_cpu(value) for name, value in fused.items()}
+            fused = all_on_cpu(fused)
             if self._accepts(fused, averaged, broadcast, server, facts):
                 sent = fused
             if (first := broadcast.recipe.fusion[0]) != self:

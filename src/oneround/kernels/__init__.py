@@ -13,8 +13,9 @@ from torch import Tensor
 
 
 def usable(tensor: Tensor) -> bool:
-    """Whether kernels can work on this tensor here."""
-    return tensor.is_cuda and _has_triton() and not torch.compiler.is_compiling()
+    """Whether kernels can work on this tensor here; they cannot inside `torch.func.vmap`."""
+    mapped: bool = torch._C._functorch.is_batchedtensor(tensor)
+    return tensor.is_cuda and not mapped and _has_triton() and not torch.compiler.is_compiling()
 
 
 @lru_cache(maxsize=1)

@@ -17,7 +17,7 @@ from oneround.config.sections import Adapter, Pair
 from oneround.errors import RecipeError
 from oneround.mergenet.adapter import ParameterAttention
 from oneround.models.encoders import encoders
-from oneround.models.prototype import on_cpu
+from oneround.models.prototype import all_on_cpu
 from oneround.protocol.messages import Broadcast, prefixed, split_by_prefix
 from oneround.seeds import derive
 
@@ -151,7 +151,7 @@ class Merger:
         for name, parameter in self.adapters.named_parameters():
             moments = self.optimizer.state[parameter]
             tensors |= {f"optimizer.{key}.{name}": value for key, value in moments.items()}
-        return {name: on_cpu(value) for name, value in tensors.items()} | {"fusions": torch.tensor(self.fusions)}
+        return all_on_cpu(tensors) | {"fusions": torch.tensor(self.fusions)}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Load what `state` returned."""

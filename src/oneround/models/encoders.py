@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneround.config.parts import Part, Slot
-from oneround.models.norm import again, first_convolution, normalise
+from oneround.models.norm import again, first_convolution, normalise, pointwise
 
 Norm = Literal["batch", "group"]
 MakeNorm = Callable[[int], nn.Module]
@@ -127,7 +127,7 @@ class Projection(nn.Module):
         self.conv, self.norm = _conv(inputs, outputs, 1, stride), make_norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        return normalise(self.norm, self.conv(x), then=None)
+        return normalise(self.norm, pointwise(self.conv, x), then=None)
 
 
 def _shortcut(inputs: int, outputs: int, stride: int, make_norm: MakeNorm) -> nn.Module:

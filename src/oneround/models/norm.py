@@ -47,8 +47,8 @@ def normalise(norm: nn.Module, x: Tensor, added: Tensor | None = None, then: Rec
         from oneround.kernels.batch_norm import batch_norm
 
         assert isinstance(norm, nn.BatchNorm2d)
-        out, second = batch_norm(x, norm, added, then)
-        out.again = second  # type: ignore[attr-defined]
+        out, second, thin = batch_norm(x, norm, added, then)
+        out.again, second.thin = second, thin  # type: ignore[attr-defined]
         return out
     plain: Tensor = norm(x)
     if added is not None:
@@ -60,6 +60,17 @@ def again(x: Tensor) -> Tensor:
     """What `normalise` made, for the second layer that uses it: its kernel adds the two gradients on the way."""
     second: Tensor = getattr(x, "again", x)
     return second
+
+
+def pointwise(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    """layer(x) of a 1×1 convolution; with stride 2 on what `again` gave, only the pixels that it reads get a gradient."""
+    thin: Tensor | None = getattr(x, "thin", None)
+    if thin is None or layer.stride != (2, 2):
+        out: Tensor = layer(x)
+        return out
+    from oneround.kernels.batch_norm import pack
+
+    return F.conv2d(pack(thin), layer.weight)
 
 
 def _fits(norm: nn.Module, x: Tensor) -> bool:

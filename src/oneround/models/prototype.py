@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
@@ -41,12 +42,26 @@ class PrototypeNet(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of parameters and norm statistics on the CPU, as a message carries them."""
-        return {name: on_cpu(value) for name, value in self.state_dict().items()}
+        return all_on_cpu(self.state_dict())
 
 
 def on_cpu(tensor: Tensor) -> Tensor:
     """A contiguous copy on the CPU, for messages and files."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def all_on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`on_cpu` of each; from a GPU, all of one type travel at once."""
+    copies: dict[str, Tensor] = {}
+    for kind in {(tensor.device, tensor.dtype) for tensor in tensors.values()}:
+        members = {name: each.detach() for name, each in tensors.items() if (each.device, each.dtype) == kind}
+        if kind[0].type == "cuda":
+            flat = torch.cat([each.flatten() for each in members.values()]).cpu()
+            parts = flat.split([each.numel() for each in members.values()])
+            copies |= {name: part.view(each.shape) for (name, each), part in zip(members.items(), parts, strict=True)}
+        else:
+            copies |= {name: on_cpu(each) for name, each in members.items()}
+    return {name: copies[name] for name in tensors}
 
 
 def build(part: Part, channels: int, classes: int, head: str = "prototypes") -> PrototypeNet:

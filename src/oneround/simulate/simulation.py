@@ -172,6 +172,8 @@ class SimulatedClients:
             for shared_epoch in range(first + 1, epoch + 1):
                 self._train_to(broadcast, names, shared_epoch)
                 uploads = UploadFolder(self._paths(names), broadcast, acts.statistics_of(broadcast))
+                if isinstance(self.pool, WorkerPool):
+                    self.pool.settle()  # a state that is behind the spreads could not catch up
                 self.spreads[shared_epoch] = spread(upload.weights["prototypes"] for upload in uploads)
                 self.folder.write_spreads(self.spreads)
         self._train_to(broadcast, names, epoch)

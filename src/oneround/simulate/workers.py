@@ -1,17 +1,18 @@
 """Workers train clients: this process, or several beside it, each one client at a time.
 
-On a CPU, small networks train fastest with one thread per client and several clients at once; on a GPU, clients take turns in this
-process. Results do not depend on the worker: every client has its own random generators and a fixed number of threads.
+On a CPU, small networks train fastest with one thread per client and several clients at once; on a GPU, clients take turns in two lanes
+of this process (lanes.py). Results do not depend on the worker: every client has its own random generators and a fixed number of threads.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,9 +26,13 @@ from oneround.privacy.masks import simulated_masker
 from oneround.processes import begin_worker, hidden_main, load_workers, worker_pool
 from oneround.protocol import Broadcast, Upload
 from oneround.runs.folder import RunFolder
+from oneround.simulate.lanes import Lanes
 from oneround.site import Site, choose_device
 from oneround.training import Emit, Trainer, silent
 from oneround.training.idle import IdleStates
+
+J = TypeVar("J")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,9 @@ class GroupJob:
 class Worker:
     """Trains one client after another, with one trainer; keeps the last broadcast it read."""
 
-    def __init__(self, data: Images, emit: Emit, deadline: float | None, *, alone: bool = False) -> None:
-        """`deadline`: when to stop between two epochs (`time.time()`). `alone`: no other worker trains the same clients."""
-        self.data, self.emit, self.deadline, self.trainer = data, emit, deadline, Trainer()
-        self.alone = alone
-        self._resident: Images | None = None
+    def __init__(self, data: Images, emit: Emit, deadline: float | None, idle: IdleStates | None = None) -> None:
+        """`deadline`: when to stop between two epochs (`time.time()`). `idle`: of all workers that train the same clients."""
+        self.data, self.emit, self.deadline, self.trainer = data, emit, deadline, Trainer(idle)
         self._broadcast: tuple[tuple[Path, int, int], Broadcast] | None = None
 
     def run(self, job: TrainJob) -> str:
@@ -85,23 +88,13 @@ class Worker:
     def _begin(self, job: TrainJob) -> Broadcast:
         for module in job.local.plugins:
             load_plugin(module)
-        if self.alone and self.trainer.idle is None:
-            self.trainer.idle = IdleStates.on(choose_device(job.local.device))
         return self._read(job.folder.broadcast)
-
-    def _take(self, samples: NDArray[np.int64], device: torch.device) -> Images:
-        """These images; on a GPU from a copy of all that stays there, if it takes less than a quarter of what is free."""
-        if self._resident is None:
-            size = self.data.pixels.nbytes
-            stays = device.type == "cuda" and 4 * size < torch.cuda.mem_get_info(device)[0]
-            self._resident = self.data.to(device) if stays else self.data
-        return self._resident.take(samples)
 
     def _site(self, job: TrainJob, broadcast: Broadcast) -> Site:
         folder, recipe, validation = job.folder, broadcast.recipe, job.validation
         return Site(
             job.client,
-            self._take(job.samples, choose_device(job.local.device)),
+            self.data.take(job.samples),
             folder.state(job.client),
             job.local,
             consensus=job.consensus,
@@ -125,35 +118,37 @@ class Worker:
 
 
 class WorkerPool:
-    """Workers that take jobs, as a context. A pool of one trains in this process."""
+    """Workers that take jobs, as a context. A pool of one trains in this process: on a GPU in lanes, otherwise when a job is submitted."""
 
     def __init__(self, data: Images, size: int, emit: Emit = silent, deadline: float | None = None) -> None:
         self.data, self.size, self.emit, self.deadline = data, size, emit, deadline
         self._worker: Worker | None = None
+        self._lanes: Lanes[Worker] | None = None
+        self._idle: IdleStates | None = None
         self._pool: ProcessPoolExecutor | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> WorkerPool:
-        if self.size == 1:
-            self._worker = Worker(self.data, self.emit, self.deadline, alone=True)
-        else:
+        if self.size > 1:
             shared = Images(self.data.pixels.share_memory_(), self.data.labels.share_memory_())
             pool = worker_pool(self.size, load_workers(__name__), self.emit, _start_worker, shared, self.deadline)
             self._pool = self._stack.enter_context(pool)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        idle = self._worker.trainer.idle if self._worker else None
-        self._worker = None
+        if self._lanes:
+            self._lanes.close(at_once=error[0] is not None)
+        self._worker = self._lanes = None
         self._stack.__exit__(*error)
-        if idle:
+        if self._idle:
             with suppress(OSError) if error[0] else nullcontext():  # the first error tells more
-                idle.close()
+                self._idle.close()
+            self._idle = None
 
     def settle(self) -> None:
         """Wait until the states of idle clients are on disk."""
-        if self._worker and self._worker.trainer.idle:
-            self._worker.trainer.idle.settle()
+        if self._idle:
+            self._idle.settle()
 
     @property
     def out_of_time(self) -> bool:
@@ -161,23 +156,39 @@ class WorkerPool:
 
     def submit(self, job: TrainJob) -> Future[str]:
         """Train one client; the future's result is its name."""
-        if self._pool is not None:
-            with hidden_main():
-                return self._pool.submit(_work, job)
-        assert self._worker is not None, "the pool is not entered"
-        done: Future[str] = Future()
-        done.set_result(self._worker.run(job))
-        return done
+        return self._submit(job.local, _work, Worker.run, job)
 
     def submit_group(self, job: GroupJob) -> Future[list[str]]:
         """Train several clients together; the future has their names."""
+        return self._submit(next(iter(job.members.values())).local, _work_together, Worker.run_group, job)
+
+    def _submit(self, local: Local, in_process: Callable[[J], T], here: Callable[[Worker, J], T], job: J) -> Future[T]:
         if self._pool is not None:
             with hidden_main():
-                return self._pool.submit(_work_together, job)
-        assert self._worker is not None, "the pool is not entered"
-        done: Future[list[str]] = Future()
-        done.set_result(self._worker.run_group(job))
+                return self._pool.submit(in_process, job)
+        device = choose_device(local.device)
+        if self._lanes is None and self._worker is None:
+            self._begin(device, lanes=device.type == "cuda" and local.workers != 1)
+        if self._lanes is not None:
+            return self._lanes.submit(lambda worker: here(worker, job))
+        assert self._worker is not None
+        done: Future[T] = Future()
+        done.set_result(here(self._worker, job))
         return done
+
+    def _begin(self, device: torch.device, *, lanes: bool) -> None:
+        """Make what trains in this process; on a GPU the images stay there, if they take less than a quarter of what is free."""
+        self._idle, data = IdleStates.on(device), self.data
+        if device.type == "cuda" and 4 * data.pixels.nbytes < torch.cuda.mem_get_info(device)[0]:
+            data = data.to(device)
+
+        def make(emit: Emit) -> Worker:
+            return Worker(data, emit, self.deadline, self._idle)
+
+        if lanes:
+            self._lanes = Lanes(make, self.emit, device)
+        else:
+            self._worker = make(self.emit)
 
 
 _worker: Worker

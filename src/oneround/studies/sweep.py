@@ -35,6 +35,7 @@ from oneround.runs.folder import RunFolder
 from oneround.runs.record import flat
 from oneround.simulate import run
 from oneround.simulate.ray_pool import connected
+from oneround.site import choose_device
 from oneround.training import Emit, silent
 
 MOST_SEEDS = 1000  # in a range
@@ -228,10 +229,13 @@ def run_cell(
 ) -> dict[str, float]:
     """Run one cell in this process; returns the accuracy of every rule.
 
-    Its clients train one after another, since the other cores run other cells.
+    On a CPU its clients train one after another, since the other cores run other cells.
     """
-    device = device if cell.recipe.local.device == "auto" else None
-    recipe = change(cell.recipe, {"local.workers": 1} | ({} if device is None else {"local.device": device}))
+    recipe = cell.recipe
+    if device is not None and recipe.local.device == "auto":
+        recipe = change(recipe, {"local.device": device})
+    elif choose_device(recipe.local.device).type == "cpu":
+        recipe = change(recipe, {"local.workers": 1})
     result = run(recipe, folder / cell.name, data=_data(recipe), resume=True, emit=emit, deadline=deadline)
     return dict(result.rules)
 

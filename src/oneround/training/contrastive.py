@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
+from oneround import kernels
 from oneround.config.parts import Needs
 from oneround.config.sections import NotNegative, Positive
 from oneround.training.objective import Batch, Features, Term, terms
@@ -60,7 +61,13 @@ class SupervisedContrastive(Term):
         return [] if batch.queue is None else [OtherFeatures(batch.queue, "ignored")]
 
     def loss(self, batch: Batch) -> Tensor:
-        pairs = pairs_of(batch.unit, batch.labels, self.other_features(batch))
+        others = self.other_features(batch)
+        if kernels.usable(batch.unit) and not (others or self.beta or self.synthetic or self.per_class):
+            from oneround.kernels import contrastive as kernel
+
+            if len(batch.unit) <= kernel.MOST_ANCHORS:
+                return kernel.supervised_contrastive(batch.unit, batch.labels, self.temperature)
+        pairs = pairs_of(batch.unit, batch.labels, others)
         each = per_anchor(batch.unit, pairs, self.temperature, self.beta, self.synthetic)
         counted = pairs.positive.any(1)
         if not self.per_class:

@@ -1,11 +1,13 @@
-"""The states of clients that wait for their turn: on the device while there is room, and on disk a little later.
+"""The states of clients that wait for their turn: on the device while there is room, and on disk from time to time.
 
 A worker whose clients take turns would otherwise write a state, check it and read it again at every turn. The files are what survives a
-kill: where the last one was not yet written, the epochs since the one before are trained again.
+kill: epochs since the last one are trained again.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oneround.models.prototype import on_cpu
+from oneround.models.prototype import all_on_cpu
 from oneround.protocol import blob
 
 SHARE_OF_DEVICE = 0.25
@@ -34,17 +36,20 @@ class State(NamedTuple):
 
 def write_state(path: Path, state: State) -> None:
     """Replace the file; it survives a kill of the program."""
-    tensors = {name: on_cpu(value) for name, value in state.tensors.items()}
-    blob.write_durably(path, blob.pack("state", tensors, state.manifest), flush=False)
+    blob.write_durably(path, blob.pack("state", all_on_cpu(state.tensors), state.manifest), flush=False)
 
 
 class IdleStates:
-    """Copies of states by file, written by a thread; an older copy that still waits to be written is dropped."""
+    """Copies of states by file, for several threads; a thread of its own writes them."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         self._kept: dict[Path, State] = {}
+        self._unwritten: set[Path] = set()
+        self._written_at: dict[Path, float] = {}
         self._writing: dict[Path, Future[None]] = {}
+        self._begun = time.monotonic()
+        self._lock = threading.RLock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="states")
 
     @classmethod
@@ -54,31 +59,40 @@ class IdleStates:
             return None
         return cls(int(SHARE_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory))
 
-    def keep(self, path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Copy a state and have it written; OSError if an earlier one could not be."""
+    def keep(self, path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], seconds: float) -> None:
+        """Copy a state, and have it written if the last file is older than `seconds`; OSError if an earlier one could not be."""
         state = State(dict(manifest), {name: tensor.detach().clone() for name, tensor in tensors.items()})
-        self._drop(path)
-        self._kept[path] = state
-        self._writing[path] = self._writer.submit(write_state, path, state)
-        while len(self._kept) > 1 and sum(each.bytes for each in self._kept.values()) > self.most_bytes:
-            oldest = next(iter(self._kept))
-            self._wait(oldest)
-            del self._kept[oldest]
+        with self._lock:
+            self._drop(path)
+            self._kept[path] = state
+            self._unwritten.add(path)
+            if time.monotonic() - self._written_at.get(path, self._begun) >= seconds:
+                self._write(path)
+            while len(self._kept) > 1 and sum(each.bytes for each in self._kept.values()) > self.most_bytes:
+                oldest = next(iter(self._kept))
+                self._write(oldest)
+                self._wait(oldest)
+                del self._kept[oldest]
 
     def get(self, path: Path) -> State | None:
         """The copy of a state, if it is here; the file is whole otherwise."""
-        if path not in self._kept:
-            self._wait(path)
-        return self._kept.get(path)
+        with self._lock:
+            if path not in self._kept:
+                self._wait(path)
+            return self._kept.get(path)
 
     def forget(self, path: Path) -> None:
         """A state that nobody continues from."""
-        self._drop(path)
+        with self._lock:
+            self._drop(path)
 
     def settle(self) -> None:
         """Wait until every state is on disk; OSError if one cannot be written."""
-        for path in list(self._writing):
-            self._wait(path)
+        with self._lock:
+            for path in list(self._unwritten):
+                self._write(path)
+            for path in list(self._writing):
+                self._wait(path)
 
     def close(self) -> None:
         """Write what waits to be written, and free the copies."""
@@ -88,8 +102,15 @@ class IdleStates:
             self._kept.clear()
             self._writer.shutdown()
 
+    def _write(self, path: Path) -> None:
+        if path in self._unwritten:
+            self._unwritten.remove(path)
+            self._written_at[path] = time.monotonic()
+            self._writing[path] = self._writer.submit(write_state, path, self._kept[path])
+
     def _drop(self, path: Path) -> None:
         self._kept.pop(path, None)
+        self._unwritten.discard(path)
         writing = self._writing.get(path)
         if writing is not None and writing.cancel():
             del self._writing[path]

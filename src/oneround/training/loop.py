@@ -31,7 +31,7 @@ from oneround.training.alignment.aligner import instability_threshold
 from oneround.training.batched_step import BatchedStepper
 from oneround.training.batches import batches
 from oneround.training.idle import IdleStates, State, write_state
-from oneround.training.step import ClientState, Stepper
+from oneround.training.step import ClientState, Stepper, recording
 
 log = logging.getLogger("oneround")
 Emit = Callable[[dict[str, Any]], None]
@@ -264,7 +264,7 @@ class Learner:
             "history": list(self.history),
         }
         if self.idle:
-            self.idle.keep(self.state_file, manifest, tensors)
+            self.idle.keep(self.state_file, manifest, tensors, self.site.local.checkpoint_seconds)
         else:
             write_state(self.state_file, State(manifest, tensors))
 
@@ -322,8 +322,9 @@ class Trainer:
         if self._stepper is None or self._structure != structure:
             self._stepper = None
             if site.device.type == "cuda":
-                gc.collect()  # the old recording holds device memory until it is collected
-                torch.cuda.empty_cache()
+                with recording:
+                    gc.collect()  # the old recording holds device memory until it is collected
+                    torch.cuda.empty_cache()
             self._stepper, self._structure = make(), structure
         self._stepper.bind(broadcast)
         return self._stepper

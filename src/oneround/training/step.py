@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from oneround.config.sections import Stage
 from oneround.data.augment import COLUMNS, views
+from oneround.models.precision import with_cast_weights
 from oneround.models.prototype import PrototypeNet, build
 from oneround.protocol.messages import Broadcast, prefixed
 from oneround.site import Site
@@ -32,33 +35,48 @@ from oneround.training.feature_queue import FeatureQueue
 from oneround.training.sgd import SGD
 
 log = logging.getLogger("oneround")
-WARM_UP = 3  # eager steps before one is recorded
+WARM_UP = 3  # eager steps before the first is recorded
+MOST_RECORDED = 64  # sizes of batches, in a stage
 EXTRAS = ("anchors", "bank.features", "bank.labels", "reference.features")
 """The broadcast's extras that a training step reads."""
 Losses = tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]]
 """L_base, every term's value; the irreducible part of L_base and L_align, where the stage aligns."""
 
 
-@lru_cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that steps run and are recorded on; one per process, since libraries keep a workspace for every stream."""
-    return torch.cuda.Stream(device)
+recording = threading.Lock()
+"""Held while a thread records a step or gives memory back: both stop the whole device for a moment."""
+
+
+class _Streams(threading.local):
+    """The streams that steps run and are recorded on, one per thread and device: libraries keep a workspace for every stream."""
+
+    def __init__(self) -> None:
+        self.of = lru_cache(torch.cuda.Stream)
+
+
+_streams = _Streams()
 
 
 @dataclass
 class StageSteps:
-    """The terms, metrics and recorded graph of the steps of one stage."""
+    """The terms, metrics and recorded graphs of the steps of one stage."""
 
     terms: objective.Weighted
     aligns: bool
     names: list[str]
     sums: Tensor
     """Of the metrics with these names, over the steps of an epoch."""
-    to_warm: int
-    """Warm-up steps left before a step is recorded; −1: steps are never recorded."""
-    graph: torch.cuda.CUDAGraph | None = None
-    batch: objective.Batch | None = None
-    """The batch of the recorded step; every replay overwrites it."""
+    records: bool
+    """Whether steps are recorded."""
+    recorded: dict[int, tuple[torch.cuda.CUDAGraph, objective.Batch]] = field(default_factory=dict)
+    """By number of images; every replay overwrites the batch."""
+    eager: Counter[int] = field(default_factory=Counter)
+    """Steps made without a recording, by number of images."""
+
+    def is_due(self, images: int) -> bool:
+        """Whether the next step of this size is to be recorded."""
+        warm = self.eager[images] >= (1 if self.recorded else WARM_UP)
+        return self.records and warm and images not in self.recorded and len(self.recorded) < MOST_RECORDED
 
 
 class ClientState(ABC):
@@ -111,6 +129,8 @@ class Stepper(ClientState):
         self.encode: Callable[[Tensor], Tensor] = self.net.encoder
         if site.local.compile:
             self.encode = torch.compile(self.net.encoder, dynamic=False)
+        elif self.bf16:
+            self.encode = with_cast_weights(self.net.encoder)
         extras = {name: broadcast.extras[name] for name in EXTRAS if name in broadcast.extras}
         self.extras = {name: torch.empty_like(value, device=device) for name, value in extras.items()}
         self.bank: objective.Features | None = None
@@ -134,14 +154,18 @@ class Stepper(ClientState):
         self.clipped = [*self.net.parameters(), *(variables if clips_variables else [])]
         self.full = self._images_per_step()
         """Images in a full batch, all views."""
-        self.stream = _side_stream(device) if device.type == "cuda" else None
+        self.stream = _streams.of(device) if device.type == "cuda" else None
         records = site.local.record and self.stream is not None
         self.inputs = self._blank_batch(self.full if records else 0)
-        """The batch that a recorded step reads."""
+        """The batch that a recorded step reads; a smaller one is at its start."""
         stages: list[Stage | None] = [*recipe.objective.stages] or [None]
-        self.stages = [self._stage(stage, WARM_UP if records else -1) for stage in stages]
+        self.stages = [self._stage(stage, records) for stage in stages]
         self.stage = self.stages[0]
+        self._pool: Any = None
+        """Of the device's memory, for all recorded steps: one runs at a time."""
         self.last_batch: objective.Batch | None = None
+        self._sent: Broadcast | None = None
+        self._weights: dict[str, Tensor] = {}
 
     def _build(self, broadcast: Broadcast) -> PrototypeNet:
         recipe = broadcast.recipe
@@ -150,11 +174,11 @@ class Stepper(ClientState):
     def _images_per_step(self) -> int:
         return self.training.views * self.training.batch_size
 
-    def _stage(self, stage: Stage | None, to_warm: int) -> StageSteps:
+    def _stage(self, stage: Stage | None, records: bool) -> StageSteps:
         terms = objective.active(self.recipe.objective, stage)
         aligns = self.aligner is not None and (stage is None or stage.align)
         names = ["loss", "base", *(["align"] if aligns else []), *terms, "gradient_norm"]
-        return StageSteps(terms, aligns, names, torch.zeros(len(names), *self.lead, device=self.device), to_warm)
+        return StageSteps(terms, aligns, names, torch.zeros(len(names), *self.lead, device=self.device), records)
 
     def _blank_batch(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Zeros as pixels, labels and random numbers of so many images."""
@@ -166,7 +190,10 @@ class Stepper(ClientState):
 
     def bind(self, broadcast: Broadcast) -> None:
         """Copy a broadcast's weights, initial prototypes, anchors, bank and reference into the buffers."""
-        self.net.load_state_dict(broadcast.weights)
+        if self._sent is not broadcast:  # for the next clients its weights stay on the device
+            self._sent = broadcast
+            self._weights = {name: value.to(self.device) for name, value in broadcast.weights.items()}
+        self.net.load_state_dict(self._weights)
         self._bind_extras(broadcast)
 
     def _bind_extras(self, broadcast: Broadcast) -> None:
@@ -211,19 +238,21 @@ class Stepper(ClientState):
         """Train on one batch (all views): pixels (n, …) uint8, labels (n,), numbers (n, COLUMNS)."""
         self.rate.fill_(rate)
         self.own_rate.fill_(rate * self.pace)
-        full = len(labels) == self.full
-        if full and self.stage.to_warm == 0:
-            for buffer, value in zip(self.inputs, (pixels, labels, numbers), strict=True):
-                buffer.copy_(value)
-            if self.stage.graph is None:
-                self._record()
-        if full and self.stage.graph is not None:
-            self.stage.graph.replay()
-            self.last_batch = self.stage.batch
+        images = len(labels)
+        if self.stage.is_due(images):
+            self._record(images)
+        if images not in self.stage.recorded:
+            self._step(pixels, labels, numbers)
+            self.stage.eager[images] += 1
             return
-        self._step(pixels, labels, numbers)
-        if full and self.stage.to_warm > 0:
-            self.stage.to_warm -= 1
+        for buffer, value in zip(self._inputs(images), (pixels, labels, numbers), strict=True):
+            buffer.copy_(value)
+        graph, self.last_batch = self.stage.recorded[images]
+        graph.replay()
+
+    def _inputs(self, images: int) -> tuple[Tensor, ...]:
+        """The buffers that a recorded step of so many images reads."""
+        return tuple(buffer[:images] for buffer in self.inputs)
 
     def largest_batch(self) -> int:
         """After an out-of-memory error: the largest half, quarter, … of the batch size that fits; 0 if none.
@@ -318,14 +347,17 @@ class Stepper(ClientState):
         """Clip the gradient; its norm before."""
         return clip_grad_norm_(self.clipped, self.training.clip_norm or math.inf)
 
-    def _record(self) -> None:
-        """Record a step on the fixed buffers; a step that cannot be recorded runs eagerly."""
+    def _record(self, images: int) -> None:
+        """Record a step on the fixed buffers; where one cannot be recorded, all of the stage run eagerly."""
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may use the device meanwhile: one writes the states of idle clients.
-            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-                self._step(*self.inputs)
-            self.stage.graph, self.stage.batch = graph, self.last_batch
+            # Other threads use the device meanwhile: one trains another client, one writes the states of idle ones.
+            with recording, torch.cuda.graph(graph, self._pool, self.stream, capture_error_mode="thread_local"):
+                self._step(*self._inputs(images))
         except RuntimeError as error:
             log.warning("a step cannot be recorded as a CUDA graph and runs eagerly: %s", str(error).splitlines()[0])
-            self.stage.to_warm = -1
+            self.stage.records = False
+            return
+        assert self.last_batch is not None
+        self._pool = graph.pool()
+        self.stage.recorded[images] = graph, self.last_batch
