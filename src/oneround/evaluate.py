@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from oneround.config.sections import Evaluation
 from oneround.data import Images
 from oneround.data.augment import preprocessing
-from oneround.data.images import BATCH
 from oneround.fusion import EnsembleRule, Rule, ridge
 from oneround.fusion.base import expert_of
 from oneround.global_model import GlobalModel
@@ -86,6 +85,8 @@ class Scores(NamedTuple):
     """Every client's own network, or the classifier of its own sums; empty where sums are masked."""
     validation: dict[str, Score]
     """Every rule on validation images; empty where there are none."""
+    class_counts: dict[str, list[int]]
+    """Every client's number of samples of each class, as its upload tells it."""
 
 
 class ScoringPass:
@@ -103,7 +104,8 @@ class ScoringPass:
         """`batch`: score transductively, with batch norm on the statistics of so many shuffled images."""
         order = None if batch is None else shuffled(images)
         self.images, self.transductive = images if order is None else images.take(order), batch is not None
-        self.rules, self.preprocessing = rules, (device, mean, std, batch_sizes(len(images), batch))
+        sizes = images.scored_at_once(device) if batch is None else batch_sizes(len(images), batch)
+        self.rules, self.preprocessing = rules, (device, mean, std, sizes)
         self.totals: dict[str, list[Totals]] = {}
         for name, rule in rules.items():
             totals = rule.begin_all(images, device, mean, std) if isinstance(rule, Combiner) else None
@@ -145,13 +147,10 @@ def is_transductive(name: str) -> bool:
     return f", {TRANSDUCTIVE}" in name
 
 
-def batch_sizes(images: int, batch: int | None) -> list[int]:
-    """Sizes of the batches of a pass; a short last batch of a transductive one (`batch` images each) joins the one before."""
-    size = batch or BATCH
-    full, rest = divmod(images, size)
-    if batch is None or not full:
-        return [size] * full + [rest] * (rest > 0)
-    return [size] * (full - 1) + [size + rest]
+def batch_sizes(images: int, batch: int) -> list[int]:
+    """Sizes of the batches of a transductive pass, `batch` images each; a short last one joins the one before."""
+    full, rest = divmod(images, batch)
+    return [batch] * (full - 1) + [batch + rest] if full else [rest] * (rest > 0)
 
 
 def shuffled(images: Images) -> Tensor:
@@ -191,7 +190,9 @@ def score_uploads(
         ScoringPass(ensembles, images, device, *preprocessing(broadcast.recipe), size) for images, size in image_sets
     ]
     clients: dict[str, Score] = {}
+    class_counts = dict[str, list[int]]()
     for upload in uploads:
+        class_counts[upload.client] = upload.class_counts.tolist()
         if broadcast.weights:
             expert = expert_of(upload, broadcast, device)
             logits, *_ = [each.add(expert) for each in passes]
@@ -214,7 +215,7 @@ def score_uploads(
         for each, (images, size) in zip(passes, image_sets, strict=True)
     ]
     transductive = {transductive_name(name, batch): score for name, score in scores[-1].items()} if batch else {}
-    return Scores(scores[0] | transductive, clients, scores[1] if validation else {})
+    return Scores(scores[0] | transductive, clients, scores[1] if validation else {}, class_counts)
 
 
 @torch.inference_mode()
@@ -245,7 +246,7 @@ def score_personal(
     server: Site,
 ) -> dict[str, dict[str, float | None]]:
     """Accuracy on every client's own mix of classes: of each rule's model, of its own network, of its personal model."""
-    mixes = {upload.client: upload.class_counts.tolist() for upload in uploads}
+    mixes = scores.class_counts
     personal = {
         name: {client: score.on_mix(mix) for client, mix in mixes.items()}
         for name, score in scores.rules.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -42,6 +43,41 @@ def _flush_folder(folder: Path) -> None:
     try:
         with suppress(OSError):
             os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class BackgroundFlush:
+    """Flushes files that were written without it, while the program goes on. Leaving the context waits until all are on disk."""
+
+    def __init__(self) -> None:
+        self._flushed: dict[Path, Future[None]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="flush")
+
+    def __enter__(self) -> BackgroundFlush:
+        return self
+
+    def add(self, path: Path) -> None:
+        with suppress(RuntimeError):  # the context is left already, with an error
+            self._flushed[path] = self._thread.submit(_flush_file, path)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._thread.shutdown()
+        if kind is not None:  # the first error tells more
+            return
+        for each in self._flushed.values():
+            each.result()
+        for folder in {path.parent for path in self._flushed}:
+            _flush_folder(folder)
+
+
+def _flush_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         os.close(descriptor)
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from image_files import arrays, load, pictures
-from oneround.data import dataset_from_arrays
+from oneround.data import Images, dataset_from_arrays
 from oneround.errors import DataError
+from oneround.models import Single, encoders, initialise
 
 BROKEN = {
     "no y_test": ({"y_test": None}, "no y_test"),
@@ -66,3 +67,23 @@ def test_arrays_from_python_in_any_layout() -> None:
     )
     floats = dataset_from_arrays("mine", x / 255.0, [0, 1, 0, 1], x, [0, 1, 0, 1])
     assert last.fingerprint == first.fingerprint == floats.fingerprint
+
+
+@pytest.mark.parametrize(("size", "on_a_cpu"), [(8, 500), (16, 256), (28, 83), (64, 16)])
+def test_a_cpu_scores_fewer_large_images_at_a_time(size: int, on_a_cpu: int) -> None:
+    images = Images(torch.zeros(600, 1, size, size, dtype=torch.uint8), torch.zeros(600, dtype=torch.int64))
+    assert images.scored_at_once(torch.device("cpu")) == on_a_cpu
+    assert images.scored_at_once(torch.device("cuda")) == 500
+
+
+def test_an_image_has_the_same_score_however_many_are_scored_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    images = Images(torch.randint(0, 256, (200, 1, 28, 28), dtype=torch.uint8), torch.zeros(200, dtype=torch.int64))
+    network, cpu = Single(initialise(encoders.parse("cnn"), 1, 10, 1)).eval(), torch.device("cpu")
+    sizes: list[int] = []
+    network.net.encoder.register_forward_hook(lambda module, inputs, outputs: sizes.append(len(outputs)))
+    with torch.inference_mode():
+        scores = network.predict(images, cpu, 0.5, 0.5)
+        monkeypatch.setattr(Images, "scored_at_once", lambda self, device: 200)
+        assert torch.equal(network.predict(images, cpu, 0.5, 0.5), scores)
+    assert sizes == [83, 83, 34, 200]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from oneround.models import encoders
+from oneround.models.encoders import halved
 
 # Parameters of the published networks without their classifier, for three channels: ResNets with the 3×3 stem for small
 # images (11,173,962, 21,282,122 and 23,520,842 with ten classes), MobileNetV2 (3,504,872 with a thousand).
@@ -41,6 +43,24 @@ def test_every_encoder_takes_every_size(kind: str, norm: str, channels: int, siz
     assert torch.isfinite(features).all()
     norms = {type(module) for module in encoder.modules()} & {nn.BatchNorm2d, nn.GroupNorm}
     assert norms == {nn.BatchNorm2d if norm == "batch" else nn.GroupNorm}
+
+
+@pytest.mark.parametrize("size", [8, 9, 28])
+def test_halving_without_gradients_is_max_pooling_to_the_bit(size: int) -> None:
+    x = torch.randn(3, 4, size, size + 1).relu()
+    x[1, 2, 3, 3] = float("nan")
+    for layout in (torch.contiguous_format, torch.channels_last):
+        images = x.contiguous(memory_format=layout)
+        pooled = F.max_pool2d(images, 2)
+        with torch.no_grad():
+            halves = halved(images)
+        assert torch.equal(halves.nan_to_num(-1), pooled.nan_to_num(-1)) and halves.stride() == pooled.stride()
+
+
+def test_halving_gives_all_of_a_gradient_to_one_of_equal_values() -> None:
+    x = torch.ones(1, 1, 2, 2, requires_grad=True)
+    halved(x).sum().backward()
+    assert x.grad is not None and sorted(x.grad.flatten().tolist()) == [0, 0, 0, 1]
 
 
 def test_resnet_strides_halve_three_times() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from oneround.runs import environment
 
@@ -34,6 +36,19 @@ def test_the_commit_is_that_of_the_checkout_marked_when_files_differ(
     assert environment.commit() == f"{known}-dirty"
     monkeypatch.setenv("ONEROUND_COMMIT", "given")
     assert environment.commit() == "given"
+
+
+def test_git_is_asked_once_for_all_runs_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(environment, "_commit_at_first", cache(lambda: asked.append("git") or "abc"))
+    monkeypatch.delenv("ONEROUND_COMMIT", raising=False)
+    cpu = torch.device("cpu")
+    first, second = environment.environment(cpu), environment.environment(cpu)
+    assert first == second and first["commit"] == "abc" and asked == ["git"]
+    first["packages"].clear()
+    assert environment.environment(cpu) == second, "what a caller does to its copy is its own"
+    monkeypatch.setenv("ONEROUND_COMMIT", "given")
+    assert environment.environment(cpu)["commit"] == "given"
 
 
 @pytest.mark.parametrize("tracked", [False, True], ids=["ignored", "committed by mistake"])

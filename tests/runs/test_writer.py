@@ -105,7 +105,7 @@ def test_of_equals_on_validation_images_the_earliest_is_the_model(
     writer = RunWriter(RunFolder(tmp_path), rules)
     for epoch, right in ((1, 6), (2, 7), (3, 7), (4, 5)):
         judged = {name: Score(((right, 10 - right), (0, 0)), 1.0, 1.0) for name in rules}
-        snapshot = Snapshot(epoch, SimpleNamespace(paths=[]), Scores(judged, {}, judged))
+        snapshot = Snapshot(epoch, SimpleNamespace(paths=[]), Scores(judged, {}, judged, {}))
         writer.snapshot(snapshot, range(epoch, epoch + 1), Site("server"))
     assert saved == [1, 2] and writer.chosen == 2
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +55,46 @@ def test_a_run_leaves_everything_behind(digits: Dataset, tmp_path: Path) -> None
     score = (model.predict(digits.test.pixels).argmax(1) == digits.test.labels).float().mean()
     assert abs(float(score) - result.rules["iffi"]) < 1e-6
     assert (folder / "partition.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_uploads_are_on_disk_before_the_run_says_that_it_is_finished(
+    workers: int, batched: bool, digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of earlier snapshots are not flushed: training makes them again."""
+    flushed, fsync = list[Path](), os.fsync
+
+    def noted(descriptor: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{descriptor}").resolve())
+        fsync(descriptor)
+
+    monkeypatch.setattr("os.fsync", noted)
+    changes = {"local__workers": workers, "local__batched": batched}
+    recipe = small_recipe(training__epochs=2, snapshots=1, partition__kind="iid", **changes)
+    run(recipe, tmp_path, data=digits)
+    uploads = sorted((tmp_path / "uploads").iterdir())
+    assert len(uploads) == 5 and sorted(path for path in flushed if path.parent.name == "uploads") == uploads
+    assert flushed.index(tmp_path / "uploads") < max(
+        at for at, path in enumerate(flushed) if "result.json" in path.name
+    )
+
+
+@pytest.mark.slow
+def test_an_upload_is_read_once_to_score_it_and_once_to_fuse_it(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[str] = []
+    read = Upload.read
+
+    def noted(path: Path, *rest: Any) -> Upload:
+        reads.append(Path(path).stem)
+        return read(path, *rest)
+
+    monkeypatch.setattr(Upload, "read", staticmethod(noted))
+    result = run(small_recipe(fusion=["average"], local__workers=1), tmp_path, data=digits)
+    assert result.personalised and sorted(reads) == sorted(2 * list(result.clients))
 
 
 @pytest.mark.slow

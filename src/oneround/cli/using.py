@@ -126,7 +126,7 @@ def fuse(
         if transductive:
             batch = recipe.evaluation.batch_size
             check_transductive(recipe, dataset.shape[0], dataset.classes, len(dataset.test))
-        scores, clients, _ = score_uploads(usable, uploads, uploads.broadcast, dataset.test, site, models, None, batch)
+        scores, clients, *_ = score_uploads(usable, uploads, uploads.broadcast, dataset.test, site, models, None, batch)
         out.print(score_table(*({name: score.accuracy for name, score in part.items()} for part in (scores, clients))))
     elif rule == "all":
         raise DataError(f"{folder}: no test images here to compare rules on; name one with --rule, or give --data-dir")

@@ -35,7 +35,8 @@ class Inference(nn.Module):
 
     def predict(self, images: Images, device: torch.device, mean: float, std: float) -> Tensor:
         """Its scores on a whole set, batch by batch."""
-        return torch.cat([self(batch) for batch in images.batches(device, mean, std)])
+        batches = images.batches(device, mean, std, images.scored_at_once(device))
+        return torch.cat([self(batch) for batch in batches])
 
     def shards(self) -> Iterator[dict[str, Tensor]]:
         """The tensors to save, a file at a time."""

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,30 @@ PACKAGES = ("oneround", "torch", "numpy", "scipy", "scikit-learn", "safetensors"
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, processor, device and commit, JSON-ready."""
-    versions = {}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(terse=True),
         "processor": _processor(),
         "cores": os.cpu_count(),
         "device": device_name(device),
-        "packages": versions,
-        "commit": commit(),
+        "packages": dict(_versions()),
+        "commit": commit() if "ONEROUND_COMMIT" in os.environ else _commit_at_first(),
     }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+@cache
+def _commit_at_first() -> str | None:
+    """The commit when it was first asked for: later changes of the files are no part of what this process runs."""
+    return commit()
 
 
 def device_name(device: torch.device) -> str:

@@ -240,7 +240,7 @@ class ServerLoop:
         """Score every rule on test and validation images, if the server has some."""
         started, broadcast, site = time.monotonic(), uploads.broadcast, self.site
         self.emit({"event": "scoring", "epoch": epoch})
-        scores, rules, test = Scores({}, {}, {}), self.writer.rules, self.plan.data.test
+        scores, rules, test = Scores({}, {}, {}, {}), self.writer.rules, self.plan.data.test
         models: dict[str, GlobalModel] = {}
         with site.arithmetic(broadcast.parameters):
             if len(test):

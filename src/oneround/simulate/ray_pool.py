@@ -368,7 +368,7 @@ class RayPool:
             for name, raw in content.items():
                 write_durably(job.folder.state(job.client) / name, raw, flush=False)
         elif kind == "upload":
-            write_durably(job.folder.upload(job.client), content)
+            write_durably(job.folder.upload(job.client), content, flush=False)
             task.future.set_result(job.client)
         elif isinstance(content, RecipeError):  # of a plug-in, a device
             task.fail(RecipeError(f"{hired.node}: {content}"))

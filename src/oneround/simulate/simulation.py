@@ -23,7 +23,7 @@ from oneround import acts
 from oneround.config.recipe import Recipe
 from oneround.data import Dataset, load_dataset
 from oneround.errors import Interrupted, OutOfTime, RecipeError, RunError
-from oneround.files import logging_to
+from oneround.files import BackgroundFlush, logging_to
 from oneround.processes import load_workers
 from oneround.protocol import Broadcast, Upload, UploadFolder, blob
 from oneround.runs.folder import RunFolder
@@ -38,6 +38,8 @@ from oneround.training import Emit, silent
 from oneround.training.alignment.schedules import consensus, spread
 
 log = logging.getLogger("oneround")
+Trained = Future[str] | Future[list[str]]
+"""The future of a client's upload, or of those of a group."""
 
 
 def run(
@@ -226,7 +228,18 @@ class SimulatedClients:
         return [Members([name], 1) for name in sorted(names, key=lambda name: -sizes[name])]
 
     def _train(self, names: Sequence[str], epoch: int, participants: Sequence[str]) -> None:
-        """Train these clients to the end of an epoch, the largest first; at least one, even if the time is over."""
+        """Train these clients to the end of an epoch, the largest first; at least one, even if the time is over.
+
+        Uploads at the end of a round are on disk afterwards, whatever happens to the machine.
+        """
+        with BackgroundFlush() as flush:
+            self._wait(self._submit(names, epoch, participants, flush), names, epoch)
+        self.reached |= dict.fromkeys(names, epoch)
+
+    def _submit(
+        self, names: Sequence[str], epoch: int, participants: Sequence[str], flush: BackgroundFlush
+    ) -> list[Trained]:
+        """Give the clients to the pool; the futures have the names of those who have uploaded."""
         clients, split, local = self.plan.clients, self.plan.split, self.plan.recipe.local
         agreement = consensus(self.spreads, epoch - 1)
 
@@ -234,7 +247,12 @@ class SimulatedClients:
             samples, validation = split.clients[clients[name]], split.client_validation[clients[name]]
             return TrainJob(name, samples, self.folder, epoch, local, agreement, validation)
 
-        futures: list[Future[str] | Future[list[str]]] = []
+        def flush_uploads(done: Trained) -> None:
+            if not done.cancelled() and done.exception() is None:
+                for name in _names(done):
+                    flush.add(self.folder.upload(name))
+
+        futures: list[Trained] = []
         due = set(names)
         for members in self._groups(names, participants):
             behind = {slot: job(name) for slot, name in enumerate(members.names) if name in due}
@@ -247,12 +265,17 @@ class SimulatedClients:
             else:
                 assert isinstance(self.pool, WorkerPool), "Ray's workers train one client at a time"
                 futures.append(self.pool.submit_group(GroupJob(behind, members.slots)))
+            if epoch in self.plan.round_ends:  # an earlier upload that is lost is made again
+                futures[-1].add_done_callback(flush_uploads)
+        return futures
+
+    def _wait(self, futures: Sequence[Trained], names: Sequence[str], epoch: int) -> None:
+        """Wait for the uploads; OutOfTime if some are missing."""
         arrived = 0
         out_of_time: OutOfTime | None = None
         for done in as_completed(futures):
             try:
-                trained = done.result()
-                uploaded = [trained] if isinstance(trained, str) else trained
+                uploaded = _names(done)
                 for name in uploaded:
                     log.info("%s has uploaded, epoch %d", name, epoch)
                 arrived += len(uploaded)
@@ -268,7 +291,12 @@ class SimulatedClients:
             raise OutOfTime(
                 f"{self.folder.path}: stopped before epoch {epoch} was scored, the time is over; resume to go on"
             )
-        self.reached |= dict.fromkeys(names, epoch)
+
+
+def _names(done: Future[Any]) -> list[str]:
+    """The clients whose uploads have arrived."""
+    trained = done.result()
+    return [trained] if isinstance(trained, str) else trained
 
 
 def _log_trouble(emit: Emit, event: dict[str, Any]) -> None:

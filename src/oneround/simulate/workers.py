@@ -72,7 +72,7 @@ class Worker:
         """Train the client and write its upload; returns its name."""
         broadcast = self._begin(job)
         upload = train(broadcast, self._site(job, broadcast), job.until, self.emit, self.trainer)
-        self._write(upload, job, broadcast)
+        self._write(upload, job)
         return job.client
 
     def run_group(self, job: GroupJob) -> list[str]:
@@ -82,7 +82,7 @@ class Worker:
         broadcast = self._begin(first)
         sites = {slot: self._site(each, broadcast) for slot, each in job.members.items()}
         for upload in train_group(broadcast, sites, job.slots, first.until, self.emit, self.trainer):
-            self._write(upload, jobs[upload.client], broadcast)
+            self._write(upload, jobs[upload.client])
         return list(jobs)
 
     def _begin(self, job: TrainJob) -> Broadcast:
@@ -104,9 +104,8 @@ class Worker:
         )
 
     @staticmethod
-    def _write(upload: Upload, job: TrainJob, broadcast: Broadcast) -> None:
-        last = job.until == broadcast.last_epoch
-        upload.write(job.folder.upload(job.client), flush=last)  # an earlier upload that is lost is made again
+    def _write(upload: Upload, job: TrainJob) -> None:
+        upload.write(job.folder.upload(job.client), flush=False)  # `SimulatedClients` flushes those of the last epoch
 
     def _read(self, path: Path) -> Broadcast:
         """The broadcast, read once for all clients that share it, and again when the file changes."""

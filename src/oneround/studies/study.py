@@ -129,5 +129,5 @@ def _central_accuracy(run_folder: RunFolder, plan: DealtPlan) -> float:
     # Without a network there is no local model to score, so the first rule is.
     rules = {} if plan.recipe.trains else {CENTRAL: acts.rules_of(plan.recipe)[0]}
     with site.arithmetic(plan.traffic.parameters):
-        scores, clients, _ = score_uploads(rules, uploads, broadcast, plan.data.test, site)
+        scores, clients, *_ = score_uploads(rules, uploads, broadcast, plan.data.test, site)
     return {**clients, **scores}[CENTRAL].accuracy

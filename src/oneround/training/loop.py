@@ -191,7 +191,7 @@ class Learner:
         with self.stepper.stream_context():
             for step, (index, numbers) in enumerate(plan):
                 rate = learning_rate(self.training, self.epoch + step / len(plan), self.recipe.epochs)
-                batch = self.data.pixels[index], self.data.labels[index], numbers, rate
+                batch = self.data.pixels.index_select(0, index), self.data.labels[index], numbers, rate
                 self.stepper(*batch)
                 if self.companion:
                     last = step + 1 == len(plan) and self.epoch + 1 == self.broadcast.last_epoch
