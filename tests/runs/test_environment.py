@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,9 +37,15 @@ def test_the_commit_is_that_of_the_checkout_marked_when_files_differ(
     assert environment.commit() == "given"
 
 
-def test_git_is_asked_once_for_all_runs_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_git_is_asked_once_for_all_runs_of_a_process(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(environment, "_commit_at_first", cache(lambda: asked.append("git") or "abc"))
+    ask = environment.commit
+    monkeypatch.setattr(environment, "commit", lambda: ask() or asked.append("git") or "abc")
+    monkeypatch.setattr(environment, "_git", lambda *arguments: "")
+    environment._commit_at_first.cache_clear()
+    request.addfinalizer(environment._commit_at_first.cache_clear)
     monkeypatch.delenv("ONEROUND_COMMIT", raising=False)
     cpu = torch.device("cpu")
     first, second = environment.environment(cpu), environment.environment(cpu)
