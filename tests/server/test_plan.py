@@ -31,6 +31,16 @@ def test_wrong_labels_are_at_the_clients_asked_for(digits: Dataset) -> None:
         DealtPlan.of(small_recipe(label_noise={"clients": 9}, partition__kind="iid"), digits)
 
 
+@pytest.mark.parametrize(
+    ("snapshots", "epochs"), [(0, [7]), (3, [3, 6, 7]), (10, [7]), ([1, 4], [1, 4, 7]), ([7], [7])]
+)
+def test_snapshots_are_every_so_many_epochs_or_after_those_named(
+    snapshots: int | list[int], epochs: list[int], digits: Dataset
+) -> None:
+    recipe = small_recipe(training__epochs=7, snapshots=snapshots)
+    assert DealtPlan.of(recipe, digits).snapshot_epochs == epochs
+
+
 def test_a_rank_that_saves_nothing_is_remarked(digits: Dataset) -> None:
     def remarks(rank: int) -> str:
         return " ".join(DealtPlan.of(load("ridge", [*SMALL, ("sums.rank", rank)]), digits).remarks())

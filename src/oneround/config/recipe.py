@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from oneround.config.parts import In, Part, PartitionPart, RulePart, Strict, slot
 from oneround.config.sections import (
@@ -68,6 +68,18 @@ def with_current_names(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {FORMER_NAMES.get(key, key): value for key, value in raw.items()}
 
 
+def _snapshots(value: Any) -> Any:
+    """Refuse what is neither a number nor a list of epochs that rises."""
+    if isinstance(value, list):
+        if any(type(epoch) is not int or epoch < 1 for epoch in value) or value != sorted(set(value)) or not value:
+            raise ValueError("must be epochs from 1 on that rise, such as [1, 11, 21]")
+    elif type(value) is not int:
+        raise ValueError("must be a whole number, or a list of epochs")
+    elif value < 0:
+        raise ValueError("must be ≥ 0")
+    return value
+
+
 class Federated(Strict):
     """The half every site agrees on: hashed, and sent with the Broadcast."""
 
@@ -109,8 +121,9 @@ class Federated(Strict):
     """Real exchanges. The network that the first rule makes is where the next round starts; `training` describes one round."""
     participation: Participation = Participation()
     """Which clients train in a round; all of them where there is only one round."""
-    snapshots: Annotated[int, Field(ge=0)] = 10
-    """Epochs between snapshots (intermediate uploads, fused and scored); 0: only at the end. With several rounds: after every round."""
+    snapshots: Annotated[int | list[int], BeforeValidator(_snapshots)] = 10
+    """Epochs between snapshots (intermediate uploads, fused and scored); 0: only at the end; or after which epochs, `[1, 11, 21]`, and
+    at the end. With several rounds: after every round."""
     evaluation: Evaluation = Evaluation()
     upload: UploadOptions = UploadOptions()
     reveal: Reveal = Reveal()
@@ -154,6 +167,8 @@ class Federated(Strict):
             if rule.needs.validation and not self.validation:
                 yield f"fusion: {rule.kind} chooses on images the server holds back; set validation, for example validation: 0.1"
         yield from self._problems_of_rounds()
+        if isinstance(self.snapshots, list) and self.snapshots[-1] > self.training.epochs:
+            yield f"snapshots = {self.snapshots}: must be ≤ training.epochs = {self.training.epochs}"
         if self.model.head == "linear":
             yield from self._problems_of_a_linear_head()
         shortest = sum(stage.epochs or 1 for stage in self.objective.stages)

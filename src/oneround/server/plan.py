@@ -70,10 +70,12 @@ class Plan:
     @property
     def snapshot_epochs(self) -> list[int]:
         """Epochs after which uploads are fused and scored, the end of every round among them."""
-        epochs, every = self.recipe.training.epochs, self.recipe.snapshots
+        epochs, chosen = self.recipe.training.epochs, self.recipe.snapshots
         if self.recipe.rounds > 1:
             return self.round_ends
-        return sorted({*(range(every, epochs, every) if every else ()), epochs})
+        if isinstance(chosen, int):
+            chosen = list(range(chosen, epochs, chosen)) if chosen else []
+        return sorted({*chosen, epochs})
 
     @property
     def round_ends(self) -> list[int]:
