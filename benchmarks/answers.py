@@ -17,7 +17,7 @@ import torch
 import mergenet
 import note_000
 from oneround.analysis.comparison import compare
-from oneround.analysis.statistics import Summary, paired
+from oneround.analysis.statistics import REFUTED, REPRODUCED, Summary, paired
 from oneround.analysis.terminal import format_difference
 from oneround.config.load import load, presets, read_yaml
 from oneround.config.sections import Evaluation
@@ -39,7 +39,7 @@ FAMILY, NOTE_000, LABEL_SKEW = "cifar10_anchor_family", "cifar10_note_000", "dig
 EXPLOSION, MERGENET, STUDENTS = "digits_explosion_eight_seeds", "cifar10_mergenet", "digits_students"
 TRANSDUCTIVE = transductive_name("iffi", Evaluation().batch_size)
 LEARNED = "etf-uncertainty-unclipped"  # the form of V10 that the record has
-REPRODUCED, REFUTED, NOT_MEASURED = "reproduced", "refuted", "not measured"
+NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True)

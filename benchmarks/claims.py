@@ -23,8 +23,6 @@ from answers import (
     NEAR,
     NOT_MEASURED,
     NOTE_000,
-    REFUTED,
-    REPRODUCED,
     ROOT,
     Answer,
     Test,
@@ -37,12 +35,20 @@ from answers import (
 )
 from common import markdown_head, markdown_row
 from oneround.analysis.comparison import grouped
-from oneround.analysis.statistics import LEVEL, Comparison, compare_paired, pairs_needed
+from oneround.analysis.statistics import (
+    CLOSE,
+    LEVEL,
+    PAIRS,
+    REFUTED,
+    REPRODUCED,
+    Comparison,
+    agrees,
+    compare_decisive,
+    pairs_needed,
+)
 from oneround.formatting import plural
 
 PAGE = ROOT / "docs/claims.md"
-PAIRS = 3  # fewer decide nothing
-CLOSE = 2.0  # points: an interval no wider than this around our figure that holds the note's reproduces it
 
 
 @dataclass(frozen=True)
@@ -65,26 +71,14 @@ def verdict_of(tests: Sequence[Test], comparisons: Sequence[Comparison]) -> str:
     certain = [each for each, comparison in zip(tests, comparisons, strict=True) if comparison.significant]
     if any(each.of_figure or each.difference.mean < 0 for each in certain):
         return REFUTED
-    if len(certain) == len(tests) or all(map(agrees, tests)):
+    if len(certain) == len(tests) or all(each.of_figure and agrees(each.difference) for each in tests):
         return REPRODUCED
     return f"undecidable with {plural(max(len(each.difference.values) for each in tests), 'pair')}"
 
 
-def agrees(test: Test) -> bool:
-    """Whether ours is the note's figure, and known well enough to say so."""
-    margin = test.difference.margin
-    return (
-        test.of_figure
-        and len(test.difference.values) >= PAIRS
-        and margin is not None
-        and abs(test.difference.mean) <= margin <= CLOSE
-    )
-
-
 def corrected(tests: Sequence[Test]) -> list[Comparison]:
     """All tests of a note together; those with too few pairs are none."""
-    tested = iter(compare_paired([each.difference for each in tests if len(each.difference.values) >= PAIRS]))
-    return [next(tested) if len(each.difference.values) >= PAIRS else Comparison(each.difference) for each in tests]
+    return compare_decisive([each.difference for each in tests])
 
 
 def needed(comparisons: Sequence[Comparison]) -> str:

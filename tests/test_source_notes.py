@@ -13,7 +13,7 @@ import pytest
 import anchor_family
 import answers
 import claims
-from oneround.analysis.statistics import Summary, compare_paired
+from oneround.analysis.statistics import REFUTED, REPRODUCED, Summary, compare_paired
 from oneround.config.load import load, parse_override
 from oneround.runs.record import RunRecord
 from test_readme import ROOT
@@ -47,7 +47,7 @@ def test_a_verdict_has_evidence_and_an_open_row_a_way_to_decide_it(rows: dict[st
             if row.verdict == answers.NOT_MEASURED or row.verdict.startswith("undecidable"):
                 assert row.open or row.number in claims.later(note), f"{where}, and no command"
             else:
-                assert row.verdict in (answers.REPRODUCED, answers.REFUTED), where
+                assert row.verdict in (REPRODUCED, REFUTED), where
                 assert row.number not in claims.later(note), f"{where}, and a command that would decide it"
             assert row.answer.evidence or row.verdict == answers.NOT_MEASURED, where
             assert "{" not in row.why and "nan" not in row.why, where

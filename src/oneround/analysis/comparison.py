@@ -179,7 +179,7 @@ def _group(setting: str, entries: Sequence[Entry], base: Entry, common: bool) ->
     )
     remarks = dict.fromkeys(f"partition {run.partition_seed}: {remark}" for run in used for remark in run.remarks)
     seeds = tuple(sorted({run.partition_seed for run in used}))
-    notes = (*_bounds(used), *_confounders(used), *remarks, *_measured_on(used))
+    notes = (*_bounds(used), *_confounders(used), *remarks, *measured_on(used))
     return Group(setting, tuple(restricted), base, comparisons, seeds, per_partition, notes)
 
 
@@ -211,7 +211,7 @@ def _confounders(runs: Sequence[RunRecord]) -> list[str]:
     return remarks
 
 
-def _measured_on(runs: Sequence[RunRecord]) -> list[str]:
+def measured_on(runs: Sequence[RunRecord]) -> list[str]:
     """Devices, versions of torch and commits of the runs."""
     machines = [run.measured_on for run in runs if run.measured_on]
     lines = []

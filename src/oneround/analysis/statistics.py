@@ -18,6 +18,9 @@ from oneround.formatting import plural
 LEVEL = 0.05  # of the tests and, as 1 − LEVEL, of the intervals
 POWER = 0.8
 MOST_PAIRS = 10_000  # more than anybody will run
+PAIRS = 3  # fewer decide nothing about a published figure
+CLOSE = 2.0  # points: an interval no wider than this around our figure that holds the published one reproduces it
+REPRODUCED, REFUTED = "reproduced", "refuted"
 ROUNDING = 1e-9  # points; a smaller deviation is rounding
 
 
@@ -129,6 +132,25 @@ def compare_paired(differences: Sequence[Summary]) -> list[Comparison]:
     p_values = [p for each in differences if (p := p_value(each)) is not None]
     corrected = iter(holm(p_values))
     return [Comparison(each, len(p_values), next(corrected) if len(each.values) > 1 else None) for each in differences]
+
+
+def compare_decisive(differences: Sequence[Summary]) -> list[Comparison]:
+    """As `compare_paired`, of those with enough pairs to decide something; the others are not tested."""
+    tested = iter(compare_paired([each for each in differences if len(each.values) >= PAIRS]))
+    return [next(tested) if len(each.values) >= PAIRS else Comparison(each) for each in differences]
+
+
+def agrees(apart: Summary) -> bool:
+    """Whether ours minus a published figure is 0, and known well enough to say so."""
+    margin = apart.margin
+    return len(apart.values) >= PAIRS and margin is not None and abs(apart.mean) <= margin <= CLOSE
+
+
+def figure_verdict(apart: Comparison) -> str:
+    """Whether ours minus a published figure refutes it, reproduces it, or decides nothing."""
+    if apart.significant:
+        return REFUTED
+    return REPRODUCED if agrees(apart.difference) else f"undecidable, n = {len(apart.difference.values)}"
 
 
 def power(deviation: float, difference: float, pairs: int, level: float = LEVEL) -> float:

@@ -14,6 +14,7 @@ from oneround.cli import diagnosing as diagnosing
 from oneround.cli import federating as federating
 from oneround.cli import merging as merging
 from oneround.cli import reporting as reporting
+from oneround.cli import reproducing as reproducing
 from oneround.cli import running as running
 from oneround.cli import using as using
 from oneround.cli.options import app, err
@@ -35,6 +36,7 @@ _ORDER = [
     "methods",
     "partition",
     "sweep",
+    "reproduce",
     "merge",
     "compare",
     "diagnose",

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from oneround.config.load import load, parse_override
 from oneround.config.recipe import Recipe
@@ -26,6 +27,12 @@ err = Console(stderr=True)
 def print_line(text: str, console: Console = out, *, wrap: bool = False) -> None:
     """Print text without markup or highlighting. `wrap`: break it between words; else a path in it can be copied."""
     console.print(text, highlight=False, markup=False, soft_wrap=not wrap)
+
+
+def print_wide(table: Table) -> None:
+    """Print a table in its full width: a narrow terminal breaks lines rather than numbers."""
+    needed = Console(width=1000).measure(table).maximum
+    Console(width=max(out.width, needed)).print(table)
 
 
 RecipeArgument = Annotated[

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -27,6 +26,7 @@ from oneround.cli.options import (
     make_recipe,
     out,
     print_line,
+    print_wide,
 )
 from oneround.config.load import change
 from oneround.config.recipe import Recipe
@@ -203,8 +203,7 @@ def show_partition(
         table.add_column(escape(name if len(name) <= 8 else f"{name[:7]}…"), justify="right", no_wrap=True)
     for number, counts in enumerate(split.counts.tolist()):
         table.add_row(str(number), *(str(n) if n else "·" for n in counts[: len(columns)]), str(sum(counts)))
-    needed = Console(width=1000).measure(table).maximum
-    Console(width=max(out.width, needed)).print(table)  # a narrow terminal breaks lines rather than numbers
+    print_wide(table)
     if dataset.classes > len(columns):
         print_line(f"({dataset.classes - len(columns)} more classes are in the picture)")
     for remark in split.remarks():

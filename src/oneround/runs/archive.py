@@ -115,6 +115,7 @@ def _pack(run: RunRecord) -> dict[str, Any]:
         "remarks": list(run.remarks),
         "where": dict(run.measured_on),
         "bound": run.bound,
+        **({} if run.seconds is None else {"seconds": round(run.seconds, 1)}),
         "traces": {quantity: _shorten(by_client) for quantity, by_client in traces.items()},
     }
 
@@ -131,6 +132,7 @@ def _unpack(plain: Mapping[str, Any], path: Path) -> RunRecord:
         measurements=_measurements(plain),
         result=result,
         environment={**where, "packages": {"torch": where["torch"]}} if where else {},
+        seconds=plain.get("seconds"),
         bound=plain["bound"],
     )
 

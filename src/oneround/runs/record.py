@@ -45,6 +45,8 @@ class RunRecord:
     """Client → its samples of each class, as its upload discloses them."""
     stopped: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     """Client that the safeguards stopped → its last epoch and the reason."""
+    seconds: float | None = None
+    """How long it took from its data to its scores, where a study measured it; time that a kill lost is not in it."""
     bound: float | None = None
     """Accuracy of the same network trained on all data in one place, where a study measured it."""
     unread: tuple[str, ...] = ()

@@ -131,7 +131,7 @@ def cells(grid: Grid, local: Overrides = ()) -> list[Cell]:
     return grid_cells
 
 
-def part_of(grid_cells: Sequence[Cell], part: str) -> list[Cell]:
+def part_of(grid_cells: Sequence[T], part: str) -> list[T]:
     """A part of a sweep, for one of several machines: `2/5` is every fifth cell, from the second on."""
     match = re.fullmatch(r"(\d+)/(\d+)", part)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):

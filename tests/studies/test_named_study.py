@@ -1,0 +1,117 @@
+"""Named studies: each is a set of recipes that can be run and compared, and a mistake in a file of one's own is one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from named_studies import STUDY, study_file
+from oneround.acts import resolve
+from oneround.config.load import change
+from oneround.data import Dataset
+from oneround.errors import RecipeError
+from oneround.runs.record import RunRecord, keys_of
+from oneround.studies.named_study import Cell, cells, names, read_study, seeds_of
+
+DEALT = ("data.", "partition.", "public", "validation", "label_noise", "seeds.")
+"""Keys that say who holds which sample."""
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_variant_of_a_study_is_a_recipe_and_has_the_others_partitions(name: str) -> None:
+    study = read_study(name)
+    found = cells(study)
+    assert len({cell.name for cell in found}) == len(found) > 1 and study.question.endswith("?")
+    by_unit: dict[tuple[str, int, int], set[str]] = {}
+    for cell in found:
+        assert cell.recipe.evaluation.transductive == 256, f"{cell.name} is scored in both modes"
+        dealt = {key: value for key, value in cell.keys.items() if key.startswith(DEALT)}
+        unit = cell.setting, cell.partition, cell.seed
+        by_unit.setdefault(unit, set()).add(json.dumps(dealt, sort_keys=True))
+    assert all(len(each) == 1 for each in by_unit.values())
+    learned = {json.dumps(dict(cell.keys), sort_keys=True) for cell in found}
+    assert len(learned) == len(found), "no two cells are the same run"
+
+
+def test_studies_that_share_cells_write_them_alike() -> None:
+    anchors = [cell.keys for cell in cells(read_study("anchors"))]
+    for name, shared in (("rerun-noise", {"V4"}), ("aligned", {"V4", "V7"}), ("family", {"V4"})):
+        found = {cell.variant for cell in cells(read_study(name)) if cell.keys in anchors}
+        assert found == shared, name
+
+
+def test_cells_come_partition_by_partition_and_can_be_chosen(tmp_path: Path) -> None:
+    study = read_study(str(study_file(tmp_path)))
+    assert [cell.name for cell in cells(study)] == [
+        "plain: V4, partition 1", "plain: V7, partition 1", "unnormalised: V7, partition 1",
+        "plain: V4, partition 2", "plain: V7, partition 2", "unnormalised: V7, partition 2", "wrong labels: V4, partition 2",
+    ]  # fmt: skip
+    chosen = cells(study, variants=["V4"], settings=["plain"], partitions=[7, 9])
+    assert [cell.name for cell in chosen] == ["plain: V4, partition 7", "plain: V4, partition 9"]
+    assert all(chosen[0].keys[f"seeds.{purpose}"] == 7 for purpose in ("partition", "initialisation", "training"))
+    repeats = cells(read_study(str(study_file(tmp_path, training_seeds="4-5"))), settings=["plain"], variants=["V4"])
+    assert [(cell.keys["seeds.initialisation"], cell.keys["seeds.training"]) for cell in repeats] == [
+        (1, 4), (1, 5), (2, 4), (2, 5),
+    ]  # fmt: skip
+    assert cells(study, {"training.epochs": 9})[0].recipe.training.epochs == 9
+    for chosen_by, says in (
+        ({"variants": ["V5"]}, "--variant V5: not in"),
+        ({"settings": ["plan"]}, "did you mean 'plain'"),
+    ):
+        with pytest.raises(RecipeError, match=says):
+            cells(study, **chosen_by)
+
+
+def test_seeds_on_the_command_line() -> None:
+    assert seeds_of("1-3") == [1, 2, 3] and seeds_of("2,7") == [2, 7] and seeds_of("4") == [4]
+    for text in ("x", "3-1", "1,1"):
+        with pytest.raises(RecipeError, match="--partitions"):
+            seeds_of(text)
+
+
+def test_a_run_is_of_the_cell_whose_keys_it_has(digits: Dataset, tmp_path: Path) -> None:
+    raw = {**STUDY["set"]}
+    del raw["model.encoder"]
+    study = read_study(str(study_file(tmp_path, set=raw)))
+    plain, v7, unnormalised, *_, noisy = cells(study)
+    for cell in (plain, v7, unnormalised, noisy):
+        run = RunRecord(tmp_path, keys=keys_of(resolve(cell.recipe, digits).plain()))
+        assert [other.name for other in cells(study) if other.is_of(run)] == [cell.name]
+    for key, value in (("training.epochs", 4), ("fusion", ["iffi"]), ("seeds.training", 5)):
+        run = RunRecord(tmp_path, keys=keys_of(change(resolve(plain.recipe, digits), {key: value}).plain()))
+        assert not plain.is_of(run), key
+    wide = Cell("", "", 1, 1, change(plain.recipe, {"model.encoder": {"kind": "cnn", "width": 6}}))
+    assert not wide.is_of(RunRecord(tmp_path, keys=keys_of(resolve(plain.recipe, digits).plain())))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"baseline": "V5"}, "baseline: nothing is called V5"),
+        ({"note": {"plan": {"V4": 1.0}}}, "note: nothing is called plan; did you mean 'plain'? (plain, "),
+        ({"note": {"plain": {"V9": 1.0}}}, "note.plain: nothing is called V9"),
+        ({"settings": {"plain": {"variants": ["V1"]}}}, "settings.plain.variants: nothing is called V1"),
+        ({"variants": {}}, "variants"),
+        ({"partitions": "5-1"}, "5-1 is no range"),
+        ({"question": 3}, "question = 3: must be text"),
+        ({"sets": {}}, "sets"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_study_is_one_line_that_names_the_file(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    path = study_file(tmp_path, **changes)
+    with pytest.raises(RecipeError, match=re.escape(says)) as caught:
+        read_study(str(path))
+    assert str(caught.value).startswith(f"{path}: ") and len(str(caught.value).splitlines()) == 1
+
+
+def test_an_unknown_study_is_answered_with_the_names() -> None:
+    with pytest.raises(
+        RecipeError, match=r"^no study 'ancors'; did you mean 'anchors'\? \(studies: aligned, anchors, .*\)$"
+    ):
+        read_study("ancors")
