@@ -30,7 +30,7 @@ NOTED = TRANSDUCTIVE  # the mode of the notes' accuracies
 T = TypeVar("T")
 Accuracies = Mapping[tuple[int, ...], float]
 """Percent by unit: by partition, or by partition and training seed where there is one partition; repeats on a unit are averaged."""
-Place = tuple[str, int, str]
+Key = tuple[str, int, str]
 """Setting, epoch, variant."""
 
 
@@ -70,9 +70,8 @@ def outcome(study: NamedStudy, progress: Progress) -> Sheet:
     rows = _rows(study, progress)
     _compare(study, rows)
     table = [
-        {"setting": place[0], "epochs": str(place[1]), "variant": place[2]}
-        | row.cells(study.baseline, study.traces, place[1])
-        for place, row in rows.items()
+        {"setting": key[0], "epochs": str(key[1]), "variant": key[2]} | row.cells(study.baseline, study.traces, key[1])
+        for key, row in rows.items()
     ]
     heads = [head for head in table[0] if any(cells[head] for cells in table)] if table else []
     heads = [head for head in heads if head not in ("setting", "epochs") or len({cells[head] for cells in table}) > 1]
@@ -80,8 +79,8 @@ def outcome(study: NamedStudy, progress: Progress) -> Sheet:
     return Sheet(study.question, heads, [[cells[head] for head in heads] for cells in table], notes)
 
 
-def _rows(study: NamedStudy, progress: Progress) -> dict[Place, Row]:
-    rows: dict[Place, Row] = {}
+def _rows(study: NamedStudy, progress: Progress) -> dict[Key, Row]:
+    rows: dict[Key, Row] = {}
     for setting, cells in grouped(progress.cells, lambda cell: cell.setting).items():
         one_partition = len({cell.partition for cell in cells}) == 1
         epochs = sorted({epoch for cell in cells for epoch in _shown(cell)})
@@ -114,28 +113,28 @@ def _by_unit(measured: Mapping[Cell, RunRecord], mode: str, epoch: int, one_part
     return {unit: fmean(each) for unit, each in values.items()}
 
 
-def _compare(study: NamedStudy, rows: Mapping[Place, Row]) -> None:
+def _compare(study: NamedStudy, rows: Mapping[Key, Row]) -> None:
     """Put into the rows what is compared; p values are corrected for all rows of a mode together."""
-    bases = {place: rows.get((*place[:2], study.baseline or "")) for place in rows if place[2] != study.baseline}
+    bases = {key: rows.get((*key[:2], study.baseline or "")) for key in rows if key[2] != study.baseline}
     for mode in MODES:
-        found = {place: _paired(rows[place], base, mode) for place, base in bases.items() if base}
-        for place, comparison in _together(compare_paired, found).items():
-            rows[place].differences[mode] = comparison
-    for place, base in bases.items():
-        if base and base.noted is not None and (own := rows[place].noted) is not None:
-            rows[place].noted_difference = own - base.noted
-    apart = {place: _minus(row.accuracies[NOTED].values(), row.noted) for place, row in rows.items()}
+        found = {key: _paired(rows[key], base, mode) for key, base in bases.items() if base}
+        for key, comparison in _together(compare_paired, found).items():
+            rows[key].differences[mode] = comparison
+    for key, base in bases.items():
+        if base and base.noted is not None and (own := rows[key].noted) is not None:
+            rows[key].noted_difference = own - base.noted
+    apart = {key: _minus(row.accuracies[NOTED].values(), row.noted) for key, row in rows.items()}
     against = {
-        place: _minus(row.differences[NOTED].difference.values, row.noted_difference)
-        for place, row in rows.items()
+        key: _minus(row.differences[NOTED].difference.values, row.noted_difference)
+        for key, row in rows.items()
         if NOTED in row.differences
     }
     judged = _together(
         compare_decisive,
-        {(kind, place): each for kind, by in enumerate((apart, against)) for place, each in by.items()},
+        {(kind, key): each for kind, by in enumerate((apart, against)) for key, each in by.items()},
     )
-    for place, row in rows.items():
-        row.from_noted, row.from_noted_difference = judged.get((0, place)), judged.get((1, place))
+    for key, row in rows.items():
+        row.from_noted, row.from_noted_difference = judged.get((0, key)), judged.get((1, key))
 
 
 def _minus(values: Iterable[float], figure: float | None) -> Summary:
@@ -154,7 +153,7 @@ def _together(
     compare: Callable[[Sequence[Summary]], list[Comparison]], differences: Mapping[T, Summary]
 ) -> dict[T, Comparison]:
     """Comparisons that are corrected together; empty differences are left out."""
-    present = {place: each for place, each in differences.items() if each.values}
+    present = {key: each for key, each in differences.items() if each.values}
     return dict(zip(present, compare(list(present.values())), strict=True))
 
 
@@ -191,7 +190,7 @@ def _traced(runs: Sequence[RunRecord], quantity: str, epoch: int) -> str:
     return f"{Summary(tuple(values)):.3g}" if values else ""
 
 
-def _notes(study: NamedStudy, progress: Progress, rows: Mapping[Place, Row]) -> list[str]:
+def _notes(study: NamedStudy, progress: Progress, rows: Mapping[Key, Row]) -> list[str]:
     one = all(len(unit) == 2 for row in rows.values() for each in row.accuracies.values() for unit in each)
     what = "training seed" if one else "partition"
     done = f"{len(progress.runs)} of {plural(len(progress.cells), 'cell')} measured"

@@ -81,7 +81,10 @@ def reproduce(
         _keep(progress, record)
     emit({"event": "sweep", "cells": len(cells), "done": len(progress.runs)})
     with Measuring(Path(folder), deadline, emit) as measuring:
-        for training in trainings(progress.left):
+        together = trainings(progress.left)
+        for recipe in reversed({_data_of(training[0].recipe): training[0].recipe for training in together}.values()):
+            measuring.data(recipe)  # one that is missing ends the study before anything trains
+        for training in together:
             if deadline is not None and time.time() >= deadline:
                 break
             name = training[0].name
@@ -122,6 +125,11 @@ def trainings(cells: Sequence[Cell]) -> list[list[Cell]]:
         learned = {key: value for key, value in cell.keys.items() if not key.startswith(SCORING)}
         together.setdefault(json.dumps(learned, sort_keys=True), []).append(cell)
     return list(together.values())
+
+
+def _data_of(recipe: Recipe) -> str:
+    """The same for recipes with the same data set."""
+    return json.dumps([recipe.data.dump(), str(recipe.local.data_path)])
 
 
 def _keep(progress: Progress, record: Path) -> None:
@@ -170,7 +178,7 @@ class Measuring:
 
     def data(self, recipe: Recipe) -> Dataset:
         """The data set of a recipe; the last one is kept."""
-        key = json.dumps([recipe.data.dump(), str(recipe.local.data_path)])
+        key = _data_of(recipe)
         if self._data is None or self._data[0] != key:
             self.start_afresh()
             self._data = key, load_dataset(recipe.data, recipe.local.data_path)
