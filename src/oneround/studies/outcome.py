@@ -191,8 +191,8 @@ def _traced(runs: Sequence[RunRecord], quantity: str, epoch: int) -> str:
 
 
 def _notes(study: NamedStudy, progress: Progress, rows: Mapping[Key, Row]) -> list[str]:
-    one = all(len(unit) == 2 for row in rows.values() for each in row.accuracies.values() for unit in each)
-    what = "training seed" if one else "partition"
+    several = any(len(unit) == 1 for row in rows.values() for each in row.accuracies.values() for unit in each)
+    what = "partition" if several or study.training_seeds is None else "training seed"
     done = f"{len(progress.runs)} of {plural(len(progress.cells), 'cell')} measured"
     lines = [
         f"{done}; test accuracy in %, mean ± 95 % (each {what}); transductive: batch norm on the statistics of shuffled test batches; "

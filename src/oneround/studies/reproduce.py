@@ -22,7 +22,7 @@ from oneround import acts
 from oneround.config.recipe import Recipe
 from oneround.data import Dataset, load_dataset
 from oneround.errors import Interrupted, OneroundError, OutOfTime, RecipeError
-from oneround.evaluate import score_uploads
+from oneround.evaluate import TRANSDUCTIVE, score_uploads
 from oneround.runs.archive import find_runs, keep
 from oneround.runs.folder import RunFolder
 from oneround.runs.log import Measurements
@@ -242,7 +242,8 @@ def rescored(measured: RunRecord, folder: RunFolder, recipe: Recipe, data: Datas
 
 def _main(run: RunRecord) -> dict[str, float]:
     """Accuracy by the rule that makes the model, in both modes."""
-    return {name: value for name, value in run.accuracy.items() if name.partition(", ")[0] == run.main_rule}
+    own = {name.removeprefix(f"{run.main_rule}, "): value for name, value in run.accuracy.items()}
+    return {name: value for name, value in own.items() if name == run.main_rule or name.startswith(TRANSDUCTIVE)}
 
 
 def _shortened(run: RunRecord) -> RunRecord:
