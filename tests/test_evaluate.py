@@ -115,7 +115,7 @@ def test_transductive_scores_are_those_of_networks_in_training_mode(
     federation: Federation, digits: Dataset, batch: int
 ) -> None:
     _, broadcast, uploads = federation
-    chosen = {kind: rules.parse(kind) for kind in ("iffi", "average", "typicality-gated")}
+    chosen = {kind: rules.parse(kind) for kind in ("iffi", "average", "typicality-gated", "split", "aligned-iffi")}
     scores = score_uploads(chosen, uploads, broadcast, digits.test, Site("server"), validation=few(digits), batch=batch)
     plain = score_uploads(chosen, uploads, broadcast, digits.test, Site("server"), validation=few(digits))
     assert scores.clients == plain.clients and scores.validation == plain.validation

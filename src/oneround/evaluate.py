@@ -210,12 +210,18 @@ def score_uploads(
         {
             name: each.score(name, classes) if name in ensembles else score_model(models[name], images, device, size)
             for name in rules
-            if size is None or name in ensembles or has_batch_norm(models[name])
+            if size is None or name in ensembles or _has_batch_norm(models[name])
         }
         for each, (images, size) in zip(passes, image_sets, strict=True)
     ]
     transductive = {transductive_name(name, batch): score for name, score in scores[-1].items()} if batch else {}
     return Scores(scores[0] | transductive, clients, scores[1] if validation else {}, class_counts)
+
+
+def _has_batch_norm(model: GlobalModel) -> bool:
+    """Whether its networks have batch norm; those of an ensemble are alike, and may be built one at a time."""
+    inference = model.inference
+    return has_batch_norm(next(iter(inference.experts)) if isinstance(inference, Ensemble) else inference)
 
 
 @torch.inference_mode()
