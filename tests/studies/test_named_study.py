@@ -39,7 +39,12 @@ def test_every_variant_of_a_study_is_a_recipe_and_has_the_others_partitions(name
 
 def test_studies_that_share_cells_write_them_alike() -> None:
     anchors = [cell.keys for cell in cells(read_study("anchors"))]
-    for name, shared in (("rerun-noise", {"V4"}), ("aligned", {"V4", "V7"}), ("family", {"V4"})):
+    for name, shared in (
+        ("rerun-noise", {"V4"}),
+        ("aligned", {"V4", "V7"}),
+        ("family", {"V4"}),
+        ("v10-repairs", {"V10"}),
+    ):
         found = {cell.variant for cell in cells(read_study(name)) if cell.keys in anchors}
         assert found == shared, name
 
