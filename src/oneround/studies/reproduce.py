@@ -70,8 +70,8 @@ def reproduce(
 ) -> Progress:
     """Measure the cells that are not in the record, and add them to it; run folders are below `folder` meanwhile.
 
-    `known`: other records, whose runs are taken over where they are those of a cell. `minutes`: stop after so long, between two epochs.
-    A cell that fails is reported, and the others go on.
+    `known`: other records, whose runs are taken over where they are those of a cell. `minutes`: stop between two epochs after so long,
+    not before the first. A cell that fails is reported, and the others go on.
     """
     if minutes is not None and not minutes > 0:
         raise RecipeError(f"--minutes {minutes}: must be a number above 0")
@@ -84,8 +84,8 @@ def reproduce(
         together = trainings(progress.left)
         for recipe in reversed({_data_of(training[0].recipe): training[0].recipe for training in together}.values()):
             measuring.data(recipe)  # one that is missing ends the study before anything trains
-        for training in together:
-            if deadline is not None and time.time() >= deadline:
+        for number, training in enumerate(together):
+            if number and deadline is not None and time.time() >= deadline:
                 break
             name = training[0].name
             try:
