@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import mergenet
-import note_000
+from bank_pairs import CONTRASTS, EPOCHS, KINDS, METHODS, Pairs, noted
 from oneround.analysis.comparison import compare
 from oneround.analysis.statistics import REFUTED, REPRODUCED, Summary, paired
 from oneround.analysis.terminal import format_difference
@@ -26,6 +26,7 @@ from oneround.errors import RecipeError
 from oneround.evaluate import transductive_name
 from oneround.runs.archive import find_runs
 from oneround.runs.record import RunRecord, keys_of
+from oneround.studies.outcome import MODES
 from oneround.training.alignment.aligner import label_entropy
 from oneround.training.alignment.schedules import schedules
 from oneround.training.alignment.weights import weights
@@ -35,7 +36,8 @@ LIST = Path(__file__).with_name("claims.yaml")
 NEAR = 0.3  # of the note's λ
 ORTHOGONAL = 0.1  # cosines below this in absolute value are nearly 0
 
-FAMILY, NOTE_000, LABEL_SKEW = "cifar10_anchor_family", "cifar10_note_000", "digits_label_skew"
+FAMILY, LABEL_SKEW = "cifar10_anchor_family", "digits_label_skew"
+NOTE_000 = next(name for name in ("note-000", "cifar10_note_000") if (ROOT / f"results/{name}.json").is_file())
 EXPLOSION, MERGENET, STUDENTS = "digits_explosion_eight_seeds", "cifar10_mergenet", "digits_students"
 TRANSDUCTIVE = transductive_name("iffi", Evaluation().batch_size)
 LEARNED = "etf-uncertainty-unclipped"  # the form of V10 that the record has
@@ -204,12 +206,9 @@ def by_setting(found: Sequence[tuple[str, Summary]]) -> str:
 # --- answers: source note 000 ----------------------------------------------------------------------------------------------
 
 
-def noted(alpha: float, epoch: int) -> tuple[float, float]:
-    return note_000.NOTE[alpha][note_000.EPOCHS.index(epoch)]
-
-
-def pairs_of_000() -> note_000.Pairs:
-    return note_000.Pairs(dict(record(NOTE_000)))
+@lru_cache
+def pairs_of_000(name: str = NOTE_000) -> Pairs:
+    return Pairs(ROOT / file_of(name))
 
 
 @answers
@@ -218,11 +217,11 @@ def cell(alpha: float, epoch: int, printed: float | None = None) -> Answer:
     v4, v5 = noted(alpha, epoch)
     figure = f"{v4:.2f}, {v5:.2f}, {v5 - v4:+.2f}" + (f" (it says {printed:+.2f})" if printed else "")
     pairs, shown, kind = pairs_of_000(), {}, "dirichlet-overlap"
-    for mode in note_000.MODES:
+    for mode in MODES:
         difference = pairs.difference(kind, alpha, epoch, mode)
         if difference is None:
             return Answer(note=figure, verdict=NOT_MEASURED, why="no pair")
-        means = [statistics.mean(pairs.accuracies(kind, alpha, epoch, mode, method)) for method in note_000.METHODS]
+        means = [statistics.mean(pairs.accuracies(kind, alpha, epoch, mode, method)) for method in METHODS]
         shown[mode] = f"{means[0]:.1f}, {means[1]:.1f}, {signed(difference)}"
     apart = Summary(tuple(value - (v5 - v4) for value in difference.values))
     if apart.margin is None:
@@ -235,15 +234,13 @@ def cell(alpha: float, epoch: int, printed: float | None = None) -> Answer:
 @answers
 def everywhere() -> Answer:
     """Whether V5 is below V4 at every α, and by how much at the last epoch."""
-    pairs, kind, epoch = pairs_of_000(), "dirichlet-overlap", note_000.EPOCHS[-1]
+    pairs, kind, epoch = pairs_of_000(), "dirichlet-overlap", EPOCHS[-1]
     shown, below, tests = {}, {}, []
-    for mode in note_000.MODES:
+    for mode in MODES:
         by_alpha = {alpha: pairs.difference(kind, alpha, epoch, mode) for alpha in pairs.alphas(kind)}
         found = {alpha: difference for alpha, difference in by_alpha.items() if difference is not None}
         shown[mode] = "; ".join(f"α = {alpha:g}: {signed(difference)}" for alpha, difference in found.items())
-        below |= {
-            f"{each} {mode}".replace("-", "_").replace(" ", "_"): pairs.below(each, mode) for each in note_000.KINDS
-        }
+        below |= {f"{each} {mode}".replace("-", "_").replace(" ", "_"): pairs.below(each, mode) for each in KINDS}
         tests = [Test(opposite(difference)) for difference in found.values()]
     return Answer(*shown.values(), file_of(NOTE_000), tuple(tests), facts=below)
 
@@ -262,7 +259,7 @@ def gradients(claimed: str) -> Answer:
     """Cosines of the gradients of cross-entropy and of the contrast with the bank, by partition."""
     values: list[list[float]] = []
     for run in runs_of(FAMILY, "bank"):
-        by_client = run.cosines()[note_000.CONTRASTS["V5"], "features"]
+        by_client = run.cosines()[CONTRASTS["V5"], "features"]
         values.append([value for trace in by_client.values() for value in trace.values()])
     cosines = Summary(tuple(map(statistics.mean, values)))
     towards = [ORTHOGONAL - abs(value) if claimed == "orthogonal" else -value for value in cosines.values]
@@ -282,10 +279,10 @@ def gradients(claimed: str) -> Answer:
 @answers
 def catching_up(alpha: float, printed: float) -> Answer:
     """The note's own last cell against its words; ours beside it."""
-    kind, (first, *_, epoch) = "dirichlet-overlap", note_000.EPOCHS
+    kind, (first, *_, epoch) = "dirichlet-overlap", EPOCHS
     v4, v5 = noted(alpha, epoch)
     pairs = pairs_of_000()
-    gaps = {mode: [pairs.difference(kind, alpha, at, mode) for at in (first, epoch)] for mode in note_000.MODES}
+    gaps = {mode: [pairs.difference(kind, alpha, at, mode) for at in (first, epoch)] for mode in MODES}
     early, late = gaps["transductive"]
     assert early is not None and late is not None
     facts = {

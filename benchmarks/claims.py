@@ -15,24 +15,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import note_000
 from answers import (
     ANSWERS,
     FAMILY,
     MERGENET,
     NEAR,
     NOT_MEASURED,
-    NOTE_000,
     ROOT,
     Answer,
     Test,
     learned_by_client,
     listed,
     notes,
+    pairs_of_000,
     percent,
     record,
     runs_of,
 )
+from bank_pairs import METHODS
 from common import markdown_head, markdown_row
 from oneround.analysis.comparison import grouped
 from oneround.analysis.statistics import (
@@ -47,6 +47,7 @@ from oneround.analysis.statistics import (
     pairs_needed,
 )
 from oneround.formatting import plural
+from oneround.studies.outcome import MODES as BOTH
 
 PAGE = ROOT / "docs/claims.md"
 
@@ -199,11 +200,11 @@ def _setting(text: str) -> str:
 
 def _repeat() -> str:
     """By how much the same snapshots differ when they are measured twice."""
-    first, again = (note_000.Pairs(dict(record(name))).entries for name in (NOTE_000, f"{NOTE_000}_repeat"))
+    first, again = (pairs_of_000(f"cifar10_note_000{name}").entries for name in ("", "_repeat"))
     parts = []
     for epoch in sorted({key[-1] for key in again}):
         both = [(first[key]["accuracy"], again[key]["accuracy"]) for key in again if key in first and key[-1] == epoch]
-        most = {mode: max(100 * abs(one[mode] - other[mode]) for one, other in both) for mode in note_000.MODES}
+        most = {mode: max(100 * abs(one[mode] - other[mode]) for one, other in both) for mode in BOTH}
         parts.append(f"{most['evaluation']:.1f} points (transductive {most['transductive']:.1f}) after epoch {epoch}")
     return " and ".join(parts)
 
@@ -239,13 +240,9 @@ def _cost(cost: str | Sequence[str]) -> str:
     """Seconds that methods of source notes 000 and 003 took: a partition at all α, and a run."""
     if isinstance(cost, str):
         return cost
-    if set(cost) <= set(note_000.METHODS):
-        cells = [each for each in record(NOTE_000)["cells"] if each["kind"] == "dirichlet-overlap"]
-        by_method = grouped([each for each in cells if each["partition"] == 1], lambda each: each["method"])
-        return (
-            ", ".join(f"{method} {sum(each['seconds'] for each in by_method[method]):.0f}" for method in cost)
-            + " a partition"
-        )
+    if set(cost) <= set(METHODS):
+        pairs = pairs_of_000()
+        return ", ".join(f"{method} {pairs.seconds(method):.0f}" for method in cost) + " a partition"
     by_method = grouped(record(MERGENET)["cells"], lambda each: each["method"])
     return (
         ", ".join(f"{method} {statistics.mean(each['seconds'] for each in by_method[method]):.0f}" for method in cost)

@@ -10,15 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import nn
 
 import mergenet
-import note_000
 import ridge
 import routed
 import scaling
-from oneround.data import Images
+from bank_pairs import EPOCHS, METHODS, Pairs, noted
+from oneround.studies.named_study import cells as study_cells
+from oneround.studies.named_study import read_study
+from oneround.studies.reproduce import reproduce
 from study import measured_on, merge_environments
 
 ROOT = Path(__file__).parents[1]
@@ -82,15 +82,13 @@ def test_the_mergenet_study_measures_every_method_once_and_goes_on(tmp_path: Pat
     assert "not measured" not in page and all(f"\n- {number}. " in page for number in range(1, 5))
 
 
-@pytest.mark.parametrize(
-    "name", ["cifar10_mergenet", "cifar10_note_000", "cifar10_ridge", "cifar10_ridge_cpu", "cifar10_routed"]
-)
+@pytest.mark.parametrize("name", ["cifar10_mergenet", "cifar10_ridge", "cifar10_ridge_cpu", "cifar10_routed"])
 def test_pages_that_are_kept_say_what_their_records_say(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, page = (ROOT / "results" / f"{name}.{ending}" for ending in ("json", "md"))
     (tmp_path / record.name).write_text(record.read_text())
-    made_by = {"mergenet": mergenet, "note": note_000, "ridge": ridge, "routed": routed}[name.split("_")[1]]
+    made_by = {"mergenet": mergenet, "ridge": ridge, "routed": routed}[name.split("_")[1]]
     monkeypatch.setattr(sys, "argv", [f"{made_by.__name__}.py", "--render", str(tmp_path / record.name)])
     made_by.main()
     assert (tmp_path / page.name).read_text() == page.read_text()
@@ -128,31 +126,26 @@ def test_routed_experts_are_measured_and_their_uploads_scored_in_every_encoding(
     assert all(len(costs) == 2 for costs in joined["cost_in_points"]["int8"].values())
 
 
-@pytest.mark.release
-def test_both_methods_of_note_000_are_paired_and_a_stopped_study_goes_on(tmp_path: Path) -> None:
-    small = ["--set", "model.encoder={kind: cnn, width: 4}", "--set", "bank.teacher_epochs=1"]
-    words = ["--data", "digits", "--runs", str(tmp_path / "runs"), "--partitions", "1", "--epochs", "1", "2"]
-    words += ["--kinds", "dirichlet", "--alphas", "0.5"]
-    for method, options in (("V4", small[:2]), ("V5", small)):
-        out = ["--methods", method, "--out", str(tmp_path / method)]
-        assert study("note_000", *words, *options, *out)[-1].startswith("2 of 2 runs")
-        assert len(study("note_000", *words, *options, *out)) == 1
-    assert not list((tmp_path / "runs").iterdir())
-    parts = [str(tmp_path / f"{method}.json") for method in note_000.METHODS]
-    study("note_000", "--join", *parts, "--out", str(tmp_path / "both"))
-    cells = json.loads((tmp_path / "both.json").read_text())["cells"]
-    assert len({cell["digest"] for cell in cells}) == 1
-    assert all({*note_000.MODES} <= {*cell["accuracy"]} and len(cell["cosine"]) == 5 for cell in cells)
-    assert "(one partition, no interval) at α = 0.5" in (tmp_path / "both.md").read_text()
-
-
-def test_a_short_last_test_batch_is_joined_and_batch_statistics_replace_running_ones() -> None:
-    images = Images(torch.zeros(10_000, 1, 1, 1, dtype=torch.uint8), torch.zeros(10_000, dtype=torch.int64))
-    assert [len(labels) for _, labels in note_000.batches_of(images, 256)] == [256] * 38 + [272]
-    norm, batch = nn.BatchNorm2d(3).eval(), 5 + 2 * torch.randn(64, 3, 4, 4)
-    note_000.use_batch_statistics(norm)
-    normalised = norm(batch)
-    assert normalised.mean().abs() < 1e-4 and (normalised.std() - 1).abs() < 1e-2
+def test_pairs_of_source_note_000_are_those_of_the_study_s_record(tmp_path: Path) -> None:
+    small = {
+        "data": "digits",
+        "model.encoder": {"kind": "cnn", "width": 4},
+        "training.batch_size": 128,
+        "local.workers": 1,
+    }
+    cells = study_cells(read_study("note-000"), small, settings=["shared, α = 0.5"], partitions=[1])
+    v4, v5 = reproduce(cells, tmp_path / "note-000.json", tmp_path / "runs").runs.values()
+    pairs = Pairs(tmp_path / "note-000.json")
+    assert pairs.alphas("dirichlet-overlap") == [0.5] and pairs.alphas("dirichlet") == []
+    for epoch in EPOCHS:
+        for mode, rule in (("evaluation", "iffi"), ("transductive", "iffi, transductive")):
+            difference = pairs.difference("dirichlet-overlap", 0.5, epoch, mode)
+            assert difference is not None
+            assert difference.mean == pytest.approx(100 * (v5.curves[rule][epoch] - v4.curves[rule][epoch]))
+    traced = {key[3:]: len(entry["cosine"]) for key, entry in pairs.entries.items()}
+    assert traced == {(method, epoch): 5 * (epoch in (1, 36)) for method in METHODS for epoch in EPOCHS}
+    assert v4.seconds and pairs.seconds("V4") == pytest.approx(v4.seconds, abs=0.06)
+    assert noted(0.05, 36) == (83.67, 49.92)
 
 
 def test_a_phase_within_another_counts_for_itself_only() -> None:

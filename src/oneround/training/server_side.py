@@ -40,7 +40,14 @@ def server_recipe(
 ) -> Federated:
     """The recipe of a network trained at the server: its own objective, and its own training and model options where given."""
     plain = recipe.plain() | dict.fromkeys(CLIENT_ONLY)
-    plain |= {"objective": objective, "trace": {"every": 0}, "fusion": ["average"], "rounds": 1, "participation": {}}
+    plain |= {
+        "objective": objective,
+        "trace": {"every": 0},
+        "fusion": ["average"],
+        "rounds": 1,
+        "participation": {},
+        "snapshots": 0,
+    }
     plain |= {"model": model or plain["model"], "training": plain["training"] | training}
     return Federated.model_validate(plain)
 
