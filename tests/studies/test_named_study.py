@@ -37,6 +37,14 @@ def test_every_variant_of_a_study_is_a_recipe_and_has_the_others_partitions(name
     assert len(learned) == len(found), "no two cells are the same run"
 
 
+def test_the_page_lists_the_studies_and_its_example_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/reproduce.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)) == names()
+    (example,) = re.findall(r"```yaml\n(.+?)```", page, re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(example, encoding="utf-8")
+    assert len(cells(read_study(str(tmp_path / "mine.yaml")))) == 8
+
+
 def test_studies_that_share_cells_write_them_alike() -> None:
     anchors = [cell.keys for cell in cells(read_study("anchors"))]
     for name, shared in (

@@ -98,7 +98,7 @@ def reproduce(
             except OneroundError as error:
                 progress.failed |= dict.fromkeys(training, str(error))
                 emit({"event": "cell", "name": name, "state": "failed", "text": str(error)})
-                measuring.start_afresh()
+                measuring.start_afresh(error)
                 continue
             progress.runs |= measured
             _keep(progress, record)
@@ -191,10 +191,10 @@ class Measuring:
         """Remove the run folder with all weights in it."""
         shutil.rmtree(self.run_folder(training).path)
 
-    def start_afresh(self) -> None:
-        """End the worker; the next cell has a new one."""
+    def start_afresh(self, error: BaseException | None = None) -> None:
+        """End the worker, at once after an error; the next cell has a new one."""
         self._pool = None
-        self._stack.close()
+        self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def _workers(self, recipe: Recipe, data: Dataset) -> WorkerPool | None:
         """The worker that cells share, where one trains all clients on the labels as they are; else the run makes its own."""
