@@ -371,6 +371,28 @@ def _kill_trainers(site_dir: Path) -> None:
 
 
 @pytest.mark.release
+def test_a_federation_on_one_machine_ends_when_its_last_site_has_failed_and_goes_on_when_that_is_put_right(
+    tmp_path: Path,
+) -> None:
+    """One site's log cannot be written, so that its app fails whatever it is asked."""
+    out = tmp_path / "out"
+    broken = out / "sites" / "client_001" / "site.log"
+    broken.mkdir(parents=True)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(small_recipe(partition__clients=2, training__epochs=1, partition__kind="iid").to_yaml())
+    command = ("federate", "local", str(recipe), "--out", str(out))
+    error = bad(*command, code=1)
+    assert error.count("1 of 2 uploads when no site was left to wait for (node ") == 1
+    assert "no answer after 3 attempts), quorum = 2; nothing is fused, they are kept: put that right" in error
+    assert [path.stem for path in (out / "uploads").iterdir()] == ["client_000"]
+    kept = (out / "uploads" / "client_000.safetensors").read_bytes()
+    assert "client_000 alone" in good("fuse", str(out), "--rule", "iffi")
+    broken.rmdir()
+    good(*command)
+    assert sorted(result(out)["uploads"]) == ["client_000", "client_001"]
+    assert (out / "uploads" / "client_000.safetensors").read_bytes() == kept
+
+
 def test_the_deadline_fuses_what_is_there_and_a_late_upload_is_kept(
     digits: Dataset, federation: Federation, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesRespon
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.superlink.grid.http_grid import HttpGrid
 
+from conftest import small_recipe
 from federation import NOW, SHARES, Moody, deadline_when, log_of, own_sites, result, three
 from inprocess import InProcess
 from oneround.data import Dataset
@@ -27,6 +28,7 @@ from oneround.federate.exchange import ReplyPuller
 from oneround.federate.intake import UploadIntake
 from oneround.federate.messages import COUNTED, TRAIN, blob_of, pack_message
 from oneround.federate.server_app import Pace, serve
+from oneround.server.plan import DealtPlan
 
 
 @pytest.mark.slow
@@ -142,6 +144,76 @@ def test_a_site_that_was_given_up_or_whose_upload_was_refused_is_asked_again_whe
     assert len(result(run)["uploads"]) == 3
     assert grid.kinds(11).count(TRAIN) == 4 and grid.kinds(12).count(TRAIN) == 2 and grid.kinds(10).count(TRAIN) == 1
     assert [path.name.partition(".")[0] for path in (run / "quarantine").iterdir()] != []
+
+
+def looks_at_most(count: int, *args: Any, **options: Any) -> InProcess:
+    """Sites that are all connected; the server may not look for others more often than that."""
+
+    class Watched(Visits):
+        def get_nodes(self) -> Any:
+            assert self.looks < count, "it waits for nobody"
+            return super().get_nodes()
+
+    return Watched(*args, away=lambda look: set(), **options)
+
+
+def test_where_no_other_site_can_come_the_waiting_ends_when_all_have_refused_or_failed(
+    digits: Dataset, tmp_path: Path
+) -> None:
+    """Two that cannot be asked again, one counted; what is here is kept, and the next start goes on."""
+    run = tmp_path / "run"
+    crash = Moody(11, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, times=99)
+
+    def answer(message: Message, context: Context) -> Message | None:
+        if context.node_id == 12 and message.metadata.message_type == TRAIN:
+            refusal = pack_message({"name": "client_002", "refused": "client_002: its data are gone"})
+            return Message(refusal, reply_to=message)
+        return crash(message, context)
+
+    with pytest.raises(RunError, match="1 of 3 uploads when no site was left to wait for") as caught:
+        serve(looks_at_most(20, SHARES, answer=answer), three(), run, NOW, num_nodes=3)
+    message = str(caught.value)
+    assert "\n" not in message and "client_002: its data are gone" in message
+    assert "node 11 failed (out of memory); no answer after 3 attempts" in message
+    assert f"repeat the command with --out {run}, or fuse what is here with oneround fuse {run}" in message
+    assert "when it comes back" not in log_of(run) and "when it reconnects" not in log_of(run)
+    (kept,) = (run / "uploads").iterdir()
+    before = kept.read_bytes()
+    serve(InProcess(SHARES), three(), run, NOW, num_nodes=3)
+    assert len(result(run)["uploads"]) == 3 and kept.read_bytes() == before
+
+
+def test_a_quorum_is_fused_at_once_when_nobody_is_left_and_the_deadline_is_far(tmp_path: Path) -> None:
+    crash = Moody(11, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, times=99)
+    recipe = three(quorum=2, deadline=3600.0)
+    serve(looks_at_most(20, SHARES, answer=crash), recipe, tmp_path / "run", NOW, num_nodes=3)
+    assert "no site was left to wait for (node 11 failed" in log_of(tmp_path / "run")
+    assert len(result(tmp_path / "run")["uploads"]) == 2
+
+
+def test_a_site_that_is_not_here_yet_is_waited_for(tmp_path: Path) -> None:
+    """The others have failed before the last one connects."""
+    crashes = {node: Moody(node, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, times=99) for node in (10, 11)}
+
+    def answer(message: Message, context: Context) -> Message | None:
+        return crashes.get(context.node_id, Moody(0, None, 0))(message, context)
+
+    grid = Visits(SHARES, lambda look: {12} if look < 20 else set(), answer=answer)
+    with pytest.raises(RunError, match="1 of 3 uploads when no site was left to wait for"):
+        serve(grid, three(), tmp_path / "run", NOW, num_nodes=3)
+    assert grid.looks >= 20
+
+
+def test_a_site_without_images_is_not_named_as_a_reason(digits: Dataset, tmp_path: Path) -> None:
+    """Nobody expects it: the partition leaves it empty."""
+    recipe = small_recipe(partition__clients=6, partition__alpha=0.001, fusion=["iffi"])
+    plan = DealtPlan.of(recipe, digits)
+    assert len(plan.split.empty) == 2
+    shares = {10 + number: {"partition-id": number, "num-partitions": 6} for number in range(6)}
+    crash = Moody(10, ErrorCode.CLIENT_APP_RAISED_EXCEPTION, times=99)
+    with pytest.raises(RunError, match="3 of 4 uploads when no site was left to wait for") as caught:
+        serve(looks_at_most(20, shares, answer=crash), recipe, tmp_path / "run", NOW, num_nodes=6)
+    assert "(node 10 failed (out of memory); no answer after 3 attempts)" in str(caught.value)
 
 
 def test_a_counted_site_that_comes_back_is_told_so_and_trains_nothing(tmp_path: Path) -> None:

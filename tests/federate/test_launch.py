@@ -92,6 +92,20 @@ def test_how_a_run_ended_is_read_from_its_outcome(tmp_path: Path, outcome: Any, 
         launch._watch(Ended([], tmp_path, tmp_path / "output.log"), tmp_path, print)
 
 
+@pytest.mark.processes
+def test_a_site_whose_process_ends_is_started_again_and_given_up_in_the_end(tmp_path: Path) -> None:
+    def child(name: str, code: str) -> Child:
+        return Child([sys.executable, "-c", code], tmp_path, tmp_path / f"{name}.log").start()
+
+    run, node = child("run", "import time; time.sleep(60)"), child("node", "print('the address is in use')")
+    lines: list[str] = []
+    with pytest.raises(
+        RunError, match=r"^client_001: its process ended 3 times \(the address is in use\); continue with"
+    ):
+        launch._watch(run, tmp_path, lines.append, {"client_001": node})
+    assert lines == ["client_001: its process ended, started again"] * 2 and run.ended
+
+
 @pytest.mark.parametrize("refused", [True, False])
 def test_a_site_ends_by_its_refusal_and_not_by_a_word_in_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool

@@ -8,6 +8,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from oneround.errors import ProtocolError, RunError
+from oneround.federate.intake import Ending
 from oneround.federate.roster import Roster
 from oneround.runs.folder import RunFolder
 
@@ -27,7 +28,7 @@ def test_keys_are_kept_over_a_restart(roster: Roster, tmp_path: Path) -> None:
     again = Roster(RunFolder(tmp_path), ["a", "b"], 2)
     assert again.run == roster.run and again.keys == {"a": keys["a"]} and not again.complete
     again.take("b", keys["b"], "node 2")
-    assert again.complete and again.complete_keys(None) == keys
+    assert again.complete and again.complete_keys(Ending("", "")) == keys
 
 
 def test_another_folder_is_another_federation(roster: Roster, tmp_path: Path) -> None:
@@ -37,7 +38,7 @@ def test_another_folder_is_another_federation(roster: Roster, tmp_path: Path) ->
 def test_missing_keys_are_counted_when_the_deadline_has_passed(roster: Roster) -> None:
     roster.take("a", new_key(), "node 1")
     with pytest.raises(RunError, match="1 of 2 keys when the deadline of 3 s passed; they are kept"):
-        roster.complete_keys(3.0)
+        roster.complete_keys(Ending("the deadline of 3 s passed", "start again"))
 
 
 @pytest.mark.parametrize(

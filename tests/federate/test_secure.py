@@ -277,6 +277,19 @@ def test_small_features_lose_nothing_under_masks(digits: Dataset, tmp_path: Path
     assert int(Broadcast.read(tmp_path / "masked" / "broadcast.safetensors").extras["sums.exponent"]) < -10
 
 
+def test_keys_are_not_waited_for_when_every_site_has_answered_and_one_refused(tmp_path: Path) -> None:
+    def answer(message: Message, context: Context) -> Message | None:
+        if context.node_id != 12:
+            return client_app(message, context)
+        return Message(pack_message({"name": NAMES[2], "refused": f"{NAMES[2]}: no room for a key"}), reply_to=message)
+
+    with pytest.raises(
+        RunError, match=r"2 of 3 keys when no site was left to wait for \(client_002: no room"
+    ) as caught:
+        serve(InProcess(site_files(tmp_path / "sites"), answer=answer), SECURE, tmp_path / "run", NOW, num_nodes=3)
+    assert "oneround fuse" not in str(caught.value), "sums under masks cannot be fused without the others"
+
+
 def test_a_server_killed_before_the_uploads_goes_on_with_the_same_keys(
     tmp_path: Path, digits: Dataset, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,12 +147,15 @@ class Exchange(ABC):
     kind: ClassVar[str]
     """Message type of the instruction."""
 
-    def __init__(self, grid: Grid, pace: Pace) -> None:
-        self.grid, self.pace, self.replies = grid, pace, ReplyPuller(grid)
+    def __init__(self, grid: Grid, pace: Pace, num_nodes: int | None = None) -> None:
+        """`num_nodes`: the number of sites where no other can connect and none is repaired meanwhile, as in a federation on one machine."""
+        self.grid, self.pace, self.replies, self.num_nodes = grid, pace, ReplyPuller(grid), num_nodes
         self.sites: dict[int, SiteStatus] = {}
         """By node, those that are or were connected."""
         self.names: dict[int, str] = {}
         """Node → the site its key is registered for."""
+        self.refusals: dict[int, str] = {}
+        """Node → why nothing more is expected of it; it is asked again when it comes back."""
         self.closing = False
         """Whether the exchange is done and nothing is sent again."""
 
@@ -177,13 +180,22 @@ class Exchange(ABC):
 
     def run(self) -> None:
         """Instruct sites and handle replies until the exchange is done; replies that have arrived since the last poll count too."""
-        while not self.done():
+        while not self.done() and not self.deserted:
             self._check_connections()
             self._poll_sites(self._poll_site)
             self.on_poll()
             time.sleep(self.pace.poll)
         self.closing = True
         self._poll_sites(self._receive)
+
+    @property
+    def deserted(self) -> bool:
+        """Whether waiting is in vain: no site can come that is not here, and nothing more is expected of those that are."""
+        return (
+            self.num_nodes is not None
+            and len(self.sites) >= self.num_nodes
+            and not any(site.message for site in self.sites.values())
+        )
 
     def _poll_sites(self, poll: Callable[[int, SiteStatus], object]) -> None:
         """Call `poll` for every site; an exception caused by one site's messages does not stop the others."""
@@ -198,6 +210,7 @@ class Exchange(ABC):
     def instruct(self, node: int) -> None:
         """Send the instruction; a pending reply to an earlier one is ignored."""
         site = self.sites[node]
+        self.refusals.pop(node, None)
         self.replies.drop(site.message)
         self.replies.drop(site.ping)
         site.message, site.ping, site.sent_at, site.tries = "", "", time.monotonic(), site.tries + 1
@@ -254,7 +267,8 @@ class Exchange(ABC):
             gone = reply.code == ErrorCode.NODE_UNAVAILABLE
             self._on_failure(node, site, "went away" if gone else f"failed ({printable(str(reply.reason))})", gone)
         elif refused := fields_of(reply).get("refused"):
-            log.warning("%s; it is asked again when it comes back", printable(refused, 500))
+            self.refusals[node] = printable(refused, 500)
+            log.warning("%s%s", self.refusals[node], self._unless_closed("; it is asked again when it comes back"))
         else:
             self.on_reply(node, fields_of(reply), reply)
         return True
@@ -272,6 +286,10 @@ class Exchange(ABC):
             log.warning("%s %s; asked again", sender, reason)
             self.instruct(node)
         else:
-            tries = site.tries
-            log.warning("%s %s; no answer after %d attempts, asked again when it reconnects", sender, reason, tries)
+            self.refusals[node] = f"{sender} {reason}; no answer after {site.tries} attempts"
+            log.warning("%s%s", self.refusals[node], self._unless_closed(", asked again when it reconnects"))
             site.message = ""
+
+    def _unless_closed(self, prospect: str) -> str:
+        """What happens to a site that comes back, where one can."""
+        return "" if self.num_nodes is not None else prospect

@@ -6,11 +6,12 @@ import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from oneround import acts
 from oneround.errors import ProtocolError, RunError, in_one_line, refused
 from oneround.federate.sites import check_name
-from oneround.formatting import duration, format_bytes
+from oneround.formatting import format_bytes
 from oneround.protocol import Broadcast, Upload, blob
 from oneround.protocol.messages import check_norms
 from oneround.runs.folder import RunFolder
@@ -25,6 +26,13 @@ class Verdict:
 
     counted: bool
     text: str
+
+
+class Ending(NamedTuple):
+    """Why the server has stopped waiting, and what to do if too little is here."""
+
+    reason: str
+    advice: str
 
 
 class UploadIntake:
@@ -147,16 +155,15 @@ class UploadIntake:
         count, quorum_ends = len(self.received), self.recipe.deadline is None and not self.late
         return count >= self.expected or self.overdue or (quorum_ends and count >= self.quorum)
 
-    def check_quorum(self) -> None:
+    def check_quorum(self, ending: Ending) -> None:
         """Log how many uploads are fused; RunError if they are fewer than the quorum."""
-        count, deadline = len(self.received), self.recipe.deadline
+        count = len(self.received)
         if count < self.expected:
-            passed = f"the deadline of {duration(deadline)} passed" if deadline else "the quorum is here"
-            log.info("%s: %d of %d uploads, quorum %d", passed, count, self.expected, self.quorum)
+            log.info("%s: %d of %d uploads, quorum %d", ending.reason, count, self.expected, self.quorum)
         if count < self.quorum:
             raise RunError(
-                f"{self.folder.path}: {count} of {self.expected} uploads when the deadline of {duration(deadline or 0)} "
-                f"passed, quorum = {self.quorum}; nothing is fused, they are kept: start the server again to go on waiting"
+                f"{self.folder.path}: {count} of {self.expected} uploads when {ending.reason}, quorum = {self.quorum}; nothing is "
+                f"fused, they are kept: {ending.advice}"
             )
 
     def remarks(self) -> list[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml
 
@@ -22,6 +24,7 @@ PrintLine = Callable[[str], None]
 RECONNECT_TIMEOUT = 90.0  # seconds; Flower keeps the connection of a killed site open for a minute
 SILENCE = 60.0  # seconds without a message after which a site says that it still waits
 REPLY_TIMEOUT = 20.0  # seconds that a site's last replies may take
+MOST_STARTS = 3  # of a site's process in a federation on one machine
 ACCEPTED = "SuperNode ID"  # printed by a SuperNode when the server has accepted its key
 
 
@@ -52,15 +55,17 @@ def run_local(recipe: Recipe, folder: Path, print_line: PrintLine) -> None:
     from oneround.runs.folder import client_name
 
     count, port = num_sites(recipe), free_port()
+    nodes: dict[str, Child] = {}
     with SuperLink(folder / "flower", "127.0.0.1", port) as link, ExitStack() as stack:
         for number in range(count):
             name = client_name(number, count)
             site = SiteFile(name=name, share=number, folder=(folder / "sites" / name).resolve(), local=recipe.local)
-            stack.callback(supernode(f"127.0.0.1:{port}", write_site(site)).start().stop)
+            nodes[name] = supernode(f"127.0.0.1:{port}", write_site(site)).start()
+            stack.callback(nodes[name].stop)
         print_line(
             f"{count} sites and a server on this machine, port {port}; not encrypted, it never leaves the machine"
         )
-        _watch(_start_run(link, recipe, folder), folder, print_line)
+        _watch(_start_run(link, recipe, folder, count), folder, print_line, nodes)
 
 
 def num_sites(recipe: Recipe) -> int:
@@ -160,16 +165,23 @@ class Tail:
         return [(level, text.removesuffix("\n")) for level, text in entries if text]
 
 
-def _start_run(link: SuperLink, recipe: Recipe, folder: Path) -> Child:
+def _start_run(link: SuperLink, recipe: Recipe, folder: Path, sites: int | None = None) -> Child:
+    """Start the server's run; `sites`: their number where no other can connect."""
     recipe_file = folder / "flower" / "asked.yaml"
     recipe_file.write_text(recipe.to_yaml(), encoding="utf-8")
     (folder / OUTCOME).unlink(missing_ok=True)  # of an earlier start
     config: dict[str, str | float] = {"recipe": str(recipe_file.resolve()), "out": str(folder.resolve())}
+    if sites is not None:
+        config["sites"] = sites
     return link.run(write_app(folder / "flower" / "app"), config)
 
 
-def _watch(run: Child, folder: Path, print_line: PrintLine) -> None:
-    """Show the server's log until the run ends. How it ended is in `outcome.json`, which the ServerApp writes last."""
+def _watch(run: Child, folder: Path, print_line: PrintLine, nodes: Mapping[str, Child] = MappingProxyType({})) -> None:
+    """Show the server's log until the run ends. How it ended is in `outcome.json`, which the ServerApp writes last.
+
+    `nodes`: the sites' processes, where they are this command's: one that ends is started again, up to `MOST_STARTS` times.
+    """
+    starts = Counter[str]()
     log, resumption = Tail(folder / "run.log"), f"continue with the same command and --out {folder}"
     try:
         while True:
@@ -177,6 +189,14 @@ def _watch(run: Child, folder: Path, print_line: PrintLine) -> None:
             log.show(print_line)
             if ended:
                 break
+            for name, node in nodes.items():
+                if node.ended:
+                    starts[name] += 1
+                    output = " ".join(node.read_output().split())[-300:]
+                    if starts[name] == MOST_STARTS:
+                        raise RunError(f"{name}: its process ended {MOST_STARTS} times ({output}); {resumption}")
+                    print_line(f"{name}: its process ended, started again")
+                    node.start()
             time.sleep(0.3)
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; uploads are kept, {resumption}") from None

@@ -47,6 +47,7 @@ out = ""
 poll = 0.5
 patience = 30.0
 farewell = 20.0
+sites = 0
 """
 
 

@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Sequence
 
 from oneround.errors import RunError, refused
+from oneround.federate.intake import Ending
 from oneround.federate.sites import check_name
-from oneround.formatting import duration
 from oneround.privacy.key_agreement import is_key
 from oneround.runs.folder import RunFolder
 from oneround.runs.integrity import Content
@@ -46,12 +46,11 @@ class Roster:
     def complete(self) -> bool:
         return len(self.keys) >= self.expected
 
-    def complete_keys(self, deadline: float | None) -> dict[str, str]:
-        """All keys; RunError if some are missing. `deadline`: the one that has passed, for the message."""
+    def complete_keys(self, ending: Ending) -> dict[str, str]:
+        """All keys; RunError if some are missing."""
         if not self.complete:
             raise RunError(
-                f"{self.folder.path}: {len(self.keys)} of {self.expected} keys when the deadline of {duration(deadline or 0)} "
-                "passed; they are kept: start the server again to go on waiting"
+                f"{self.folder.path}: {len(self.keys)} of {self.expected} keys when {ending.reason}; they are kept: {ending.advice}"
             )
         return self.keys
 

@@ -24,19 +24,21 @@ from oneround.config.recipe import Recipe
 from oneround.data import load_dataset
 from oneround.errors import OneroundError, ProtocolError, RecipeError
 from oneround.federate.exchange import Exchange, Pace
-from oneround.federate.intake import UploadIntake, Verdict
+from oneround.federate.intake import Ending, UploadIntake, Verdict
 from oneround.federate.messages import COUNTED, KEY, TRAIN, blob_of, pack_message
 from oneround.federate.roster import Roster
 from oneround.federate.sites import OUTCOME
 from oneround.files import logging_to
+from oneround.formatting import duration
 from oneround.protocol import Broadcast
-from oneround.runs.folder import RunFolder
+from oneround.runs.folder import RunFolder, client_name
 from oneround.server import loop
 from oneround.server.plan import Plan, plan_run
 
 app = ServerApp()
 log = logging.getLogger("oneround")
 
+MOST_REASONS = 3  # of sites that send nothing, in one message
 LOCK_TIMEOUT = 120.0  # seconds; the process of a killed server takes a while to end
 
 
@@ -47,18 +49,23 @@ def main(grid: Grid, context: Context) -> None:
     if not config.get("recipe") or not config.get("out"):
         raise RecipeError("the run config needs recipe (a file or preset) and out (a folder), both with whole paths")
     pace = Pace(**{key: float(config[key]) for key in ("poll", "patience", "farewell") if key in config})
-    serve(grid, load(str(config["recipe"])), Path(str(config["out"])), pace)
+    num_nodes = int(config.get("sites", 0)) or None
+    serve(grid, load(str(config["recipe"])), Path(str(config["out"])), pace, num_nodes)
 
 
-def serve(grid: Grid, recipe: Recipe, folder: Path, pace: Pace) -> None:
-    """Serve a whole federation; if started again, it resumes with the keys and uploads it has."""
+def serve(grid: Grid, recipe: Recipe, folder: Path, pace: Pace, num_nodes: int | None = None) -> None:
+    """Serve a whole federation; if started again, it resumes with the keys and uploads it has.
+
+    `num_nodes`: the number of sites where no other can connect, as in a federation on one machine. When nothing more is to be
+    expected of them, the waiting ends.
+    """
     run_folder = RunFolder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with logging_to(folder / "run.log"):
         try:
             with run_folder.locked(patience=LOCK_TIMEOUT):
                 (folder / OUTCOME).unlink(missing_ok=True)  # of an earlier start
-                _serve(grid, recipe, run_folder, pace)
+                _serve(grid, recipe, run_folder, pace, num_nodes)
                 run_folder.write_json(OUTCOME, {"ok": True})
         except OneroundError as error:
             log.error("%s", error)
@@ -66,11 +73,11 @@ def serve(grid: Grid, recipe: Recipe, folder: Path, pace: Pace) -> None:
             raise
 
 
-def _serve(grid: Grid, recipe: Recipe, folder: RunFolder, pace: Pace) -> None:
+def _serve(grid: Grid, recipe: Recipe, folder: RunFolder, pace: Pace, num_nodes: int | None) -> None:
     plan = plan_run(recipe, load_dataset(recipe.data, recipe.local.data_path))
     loop.check_federation(plan)
     loop.open_run(plan, folder)
-    sites = FlowerSites(grid, pace, plan, folder)
+    sites = FlowerSites(grid, pace, plan, folder, num_nodes)
     if folder.result.exists():
         sites.take_late()
     else:
@@ -88,22 +95,22 @@ class FlowerSites:
 
     snapshots = live = trusted = False
 
-    def __init__(self, grid: Grid, pace: Pace, plan: Plan, folder: RunFolder) -> None:
-        self.grid, self.pace, self.plan, self.folder = grid, pace, plan, folder
+    def __init__(self, grid: Grid, pace: Pace, plan: Plan, folder: RunFolder, num_nodes: int | None = None) -> None:
+        self.grid, self.pace, self.plan, self.folder, self.num_nodes = grid, pace, plan, folder, num_nodes
         self.intake = UploadIntake(plan, folder)
 
     def agree(self, broadcast: Broadcast) -> Broadcast:
         """Collect the public keys of all sites; each is on disk before it counts."""
         roster = Roster(self.folder, self.intake.participants, self.plan.num_sites)
         log.info("waiting for %d of %d keys", roster.expected - len(roster.keys), roster.expected)
-        KeySurvey(self.grid, self.pace, self.intake, roster).run()
-        return replace(broadcast, roster=roster.complete_keys(self.plan.recipe.deadline))
+        survey = KeySurvey(self.grid, self.pace, self.intake, roster, self.num_nodes)
+        survey.run()
+        return replace(broadcast, roster=roster.complete_keys(self._ending(survey)))
 
     def collect(self, broadcast: Broadcast, epoch: int) -> list[str]:
         if broadcast.context != self.intake.broadcast.context:
             self.intake.begin_round(broadcast)
-        self._take_uploads()
-        self.intake.check_quorum()
+        self.intake.check_quorum(self._take_uploads())
         self.intake.count_traffic()
         return sorted(self.intake.received)
 
@@ -116,11 +123,31 @@ class FlowerSites:
     def remarks(self) -> list[str]:
         return self.intake.remarks()
 
-    def _take_uploads(self) -> None:
+    def _take_uploads(self) -> Ending:
+        """Wait for uploads; returns why the waiting has ended."""
         if not self.intake.done():
             missing = self.intake.expected - len(self.intake.received)
             log.info("waiting for %d of %d uploads", missing, self.intake.expected)
-        UploadCollection(self.grid, self.pace, self.intake).run()
+        collection = UploadCollection(self.grid, self.pace, self.intake, self.num_nodes)
+        collection.run()
+        return self._ending(collection)
+
+    def _ending(self, exchange: Exchange) -> Ending:
+        """Why the waiting in this exchange has ended, and how to go on."""
+        again = "start the server again to go on waiting"
+        if self.intake.overdue:
+            return Ending(f"the deadline of {duration(self.plan.recipe.deadline or 0)} passed", again)
+        if exchange.done():
+            return Ending("the quorum is here", again)
+        split = self.plan.split
+        empty = {client_name(number, len(split.clients)) for number in split.empty} if split else set()  # not expected
+        reasons = [text for text in exchange.refusals.values() if text.partition(":")[0] not in empty]
+        if len(reasons) > MOST_REASONS:
+            reasons[MOST_REASONS:] = [f"{len(reasons) - MOST_REASONS} more"]
+        again = f"put that right and repeat the command with --out {self.folder.path}"
+        if self.intake.received and not self.plan.recipe.secure:
+            again += f", or fuse what is here with oneround fuse {self.folder.path}"
+        return Ending(f"no site was left to wait for ({'; '.join(reasons)})", again)
 
     def take_late(self) -> None:
         """Keep the uploads that come after the model is made, until all are here or the deadline has passed."""
@@ -133,8 +160,10 @@ class KeySurvey(Exchange):
 
     kind = KEY
 
-    def __init__(self, grid: Grid, pace: Pace, intake: UploadIntake, roster: Roster) -> None:
-        super().__init__(grid, pace)
+    def __init__(
+        self, grid: Grid, pace: Pace, intake: UploadIntake, roster: Roster, num_nodes: int | None = None
+    ) -> None:
+        super().__init__(grid, pace, num_nodes)
         self.intake, self.roster = intake, roster
 
     def done(self) -> bool:
@@ -152,6 +181,7 @@ class KeySurvey(Exchange):
             name, key = fields.get("name", ""), fields.get("key", "")
             self.roster.take(name, key, self.sender(node), self.names.get(node, ""))
         except ProtocolError as error:
+            self.refusals[node] = str(error)
             log.warning("%s", error)
 
 
@@ -160,8 +190,8 @@ class UploadCollection(Exchange):
 
     kind = TRAIN
 
-    def __init__(self, grid: Grid, pace: Pace, intake: UploadIntake) -> None:
-        super().__init__(grid, pace)
+    def __init__(self, grid: Grid, pace: Pace, intake: UploadIntake, num_nodes: int | None = None) -> None:
+        super().__init__(grid, pace, num_nodes)
         self.intake = intake
         self.digest = hashlib.sha256(intake.sent).hexdigest()
         """Of the broadcast; a site keeps its state in a folder of this name."""
@@ -200,6 +230,8 @@ class UploadCollection(Exchange):
             except ProtocolError as error:
                 verdict = Verdict(False, f"{sender}: {error}")
                 log.warning("%s", verdict.text)
+        if not verdict.counted:
+            self.refusals[node] = verdict.text
         self._send_verdict(node, verdict)
 
     def _send_verdict(self, node: int, verdict: Verdict) -> None:
