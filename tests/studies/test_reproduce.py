@@ -60,9 +60,12 @@ def test_each_cell_says_what_a_run_of_its_recipe_says(whole: Path, digits: Datas
 
 
 def test_what_is_in_the_record_is_not_measured_again(whole: Path, tmp_path: Path) -> None:
+    left_over = whole / "runs" / all_cells(tmp_path)[0].recipe.digest[:16] / "uploads"
+    left_over.mkdir(parents=True)
     before, events = (whole / "record.json").read_bytes(), list[dict[str, Any]]()
     measured(whole, all_cells(tmp_path), emit=events.append)
     assert events == [{"event": "sweep", "cells": 7, "done": 7}] and (whole / "record.json").read_bytes() == before
+    assert not left_over.parent.exists(), "killed when the record was written and the folder not yet removed"
 
 
 def test_killed_at_a_random_moment_it_goes_on_and_ends_with_the_same_record(whole: Path, tmp_path: Path) -> None:

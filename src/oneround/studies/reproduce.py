@@ -1,26 +1,25 @@
 """Runs the cells of a named study, one after another in this process, into one small record.
 
 A cell's run folder is removed once the cell is in the record, which `oneround compare` and `oneround merge` read like any other record of
-runs. Cells share the data and one worker, and those that differ in how test images are scored share their uploads. A study
-that was stopped goes on: finished cells are in the record, and the one under way in its run folder.
+runs. Cells share the data and the kernels that the process has compiled; those that differ in how test images are scored share their
+uploads. A study that was stopped goes on: finished cells are in the record, and the one under way in its run folder.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from oneround import acts
 from oneround.config.recipe import Recipe
-from oneround.data import Dataset, load_dataset
+from oneround.data import Dataset
 from oneround.errors import Interrupted, OneroundError, OutOfTime, RecipeError
 from oneround.evaluate import TRANSDUCTIVE, score_uploads
 from oneround.runs.archive import find_runs, keep
@@ -29,12 +28,9 @@ from oneround.runs.log import Measurements
 from oneround.runs.record import RunRecord, keys_of
 from oneround.server.plan import DealtPlan
 from oneround.simulate import run
-from oneround.simulate.workers import WorkerPool
-from oneround.site import choose_device
 from oneround.studies.named_study import Cell
+from oneround.studies.sweep import data_key, data_of
 from oneround.training import Emit, silent
-
-log = logging.getLogger("oneround")
 
 SCORING = "evaluation."
 """Keys that say how test images are scored: cells that differ in nothing else share their uploads."""
@@ -79,33 +75,38 @@ def reproduce(
     progress = read_progress(cells, record, known)
     if progress.runs and known:
         _keep(progress, record)
+    for cell in progress.runs:  # one that was stopped after its cell had entered the record
+        shutil.rmtree(_run_folder(cell, folder).path, ignore_errors=True)
     emit({"event": "sweep", "cells": len(cells), "done": len(progress.runs)})
-    with Measuring(Path(folder), deadline, emit) as measuring:
-        together = trainings(progress.left)
-        for recipe in reversed({_data_of(training[0].recipe): training[0].recipe for training in together}.values()):
-            measuring.data(recipe)  # one that is missing ends the study before anything trains
-        for number, training in enumerate(together):
-            if number and deadline is not None and time.time() >= deadline:
-                break
-            name = training[0].name
-            try:
-                measured = measuring.measure(training)
-            except OutOfTime:
-                emit({"event": "cell", "name": name, "state": "stopped"})
-                break
-            except Interrupted:
-                raise Interrupted("interrupted; what is done is kept, the same command goes on") from None
-            except OneroundError as error:
-                progress.failed |= dict.fromkeys(training, str(error))
-                emit({"event": "cell", "name": name, "state": "failed", "text": str(error)})
-                measuring.start_afresh(error)
-                continue
-            progress.runs |= measured
-            _keep(progress, record)
-            measuring.remove(training)
-            for cell, found in measured.items():
-                emit({"event": "cell", "name": cell.name, "state": "done", "accuracy": _main(found)})
+    together = trainings(progress.left)
+    for recipe in reversed({data_key(training[0].recipe): training[0].recipe for training in together}.values()):
+        data_of(recipe)  # one that is missing ends the study before anything trains
+    for number, training in enumerate(together):
+        if number and deadline is not None and time.time() >= deadline:
+            break
+        name, run_folder = training[0].name, _run_folder(training[0], folder)
+        try:
+            measured = measure(training, run_folder, deadline, partial(_named, emit, name))
+        except OutOfTime:
+            emit({"event": "cell", "name": name, "state": "stopped"})
+            break
+        except Interrupted:
+            raise Interrupted("interrupted; what is done is kept, the same command goes on") from None
+        except OneroundError as error:
+            progress.failed |= dict.fromkeys(training, str(error))
+            emit({"event": "cell", "name": name, "state": "failed", "text": str(error)})
+            continue
+        progress.runs |= measured
+        _keep(progress, record)
+        shutil.rmtree(run_folder.path)
+        for cell, found in measured.items():
+            emit({"event": "cell", "name": cell.name, "state": "done", "accuracy": _main(found)})
     return progress
+
+
+def _run_folder(cell: Cell, folder: str | PathLike[str]) -> RunFolder:
+    """Another for every recipe, so that no cell goes on with the run of another."""
+    return RunFolder(Path(folder) / cell.recipe.digest[:16])
 
 
 def read_progress(
@@ -127,11 +128,6 @@ def trainings(cells: Sequence[Cell]) -> list[list[Cell]]:
     return list(together.values())
 
 
-def _data_of(recipe: Recipe) -> str:
-    """The same for recipes with the same data set."""
-    return json.dumps([recipe.data.dump(), str(recipe.local.data_path)])
-
-
 def _keep(progress: Progress, record: Path) -> None:
     """Write the record; runs in it that are of no cell here stay."""
     ours = [progress.runs[cell] for cell in progress.cells if cell in progress.runs]
@@ -140,84 +136,32 @@ def _keep(progress: Progress, record: Path) -> None:
     keep([*(run for run in others if run.keys not in identities), *ours], record)
 
 
-class Measuring:
-    """What cells share: the data set, and on one device the worker with its copy of the images."""
+def measure(
+    training: Sequence[Cell], folder: RunFolder, deadline: float | None = None, emit: Emit = silent
+) -> dict[Cell, RunRecord]:
+    """Run the first of these cells, and score its uploads for the others. Raises OutOfTime at the deadline (`time.time()`)."""
+    first, *others = training
+    data, started = data_of(first.recipe), time.monotonic()
+    seconds_file = folder.path / SECONDS
+    before = folder.read_json(SECONDS, "remove it")["seconds"] if seconds_file.is_file() else 0.0
+    try:
+        run(first.recipe, folder.path, data=data, resume=True, emit=emit, deadline=deadline)
+        measured = {first: _shortened(RunRecord.read(folder.path, strict=["result.json"]))}
+        for cell in others:
+            measured[cell] = rescored(measured[first], folder, acts.resolve(cell.recipe, data), data)
+    finally:
+        seconds = before + time.monotonic() - started
+        if folder.path.is_dir():
+            folder.write_json(SECONDS, {"seconds": seconds})
+    return {cell: replace(each, seconds=seconds) for cell, each in measured.items()}
 
-    def __init__(self, folder: Path, deadline: float | None, emit: Emit) -> None:
-        self.folder, self.deadline, self.emit = folder, deadline, emit
-        self._data: tuple[str, Dataset] | None = None
-        self._stack = ExitStack()
-        self._pool: WorkerPool | None = None
-        self._cell = ""
 
-    def __enter__(self) -> Measuring:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
-
-    def measure(self, training: Sequence[Cell]) -> dict[Cell, RunRecord]:
-        """Run the first of these cells and score its uploads for the others. Raises OutOfTime at the deadline."""
-        first, started = training[0], time.monotonic()
-        data, folder = self.data(first.recipe), self.run_folder(training)
-        self._cell = first.name
-        seconds = self._seconds_before(folder)
-        try:
-            pool = self._workers(first.recipe, data)
-            run(
-                first.recipe, folder.path, data=data, resume=True, emit=self._emit, workers=pool, deadline=self.deadline
-            )
-            measured = {first: _shortened(RunRecord.read(folder.path, strict=["result.json"]))}
-            for cell in training[1:]:
-                measured[cell] = rescored(measured[first], folder, acts.resolve(cell.recipe, data), data)
-        finally:
-            seconds += time.monotonic() - started
-            if folder.path.is_dir():
-                folder.write_json(SECONDS, {"seconds": seconds})
-        return {cell: replace(each, seconds=seconds) for cell, each in measured.items()}
-
-    def data(self, recipe: Recipe) -> Dataset:
-        """The data set of a recipe; the last one is kept."""
-        key = _data_of(recipe)
-        if self._data is None or self._data[0] != key:
-            self.start_afresh()
-            self._data = key, load_dataset(recipe.data, recipe.local.data_path)
-        return self._data[1]
-
-    def run_folder(self, training: Sequence[Cell]) -> RunFolder:
-        return RunFolder(self.folder / training[0].recipe.digest[:16])
-
-    def remove(self, training: Sequence[Cell]) -> None:
-        """Remove the run folder with all weights in it."""
-        shutil.rmtree(self.run_folder(training).path)
-
-    def start_afresh(self, error: BaseException | None = None) -> None:
-        """End the worker, at once after an error; the next cell has a new one."""
-        self._pool = None
-        self._stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
-
-    def _workers(self, recipe: Recipe, data: Dataset) -> WorkerPool | None:
-        """The worker that cells share, where one trains all clients on the labels as they are; else the run makes its own."""
-        local = recipe.local
-        if (choose_device(local.device).type == "cpu" and local.workers != 1) or recipe.label_noise is not None:
-            return None
-        if self._pool is None:
-            self._pool = self._stack.enter_context(WorkerPool(data.train, 1, self._emit, self.deadline))
-        return self._pool
-
-    def _emit(self, event: dict[str, Any]) -> None:
-        self.emit({**event, "cell": self._cell})
-
-    @staticmethod
-    def _seconds_before(folder: RunFolder) -> float:
-        """Seconds that the cell took before it was stopped."""
-        if not (folder.path / SECONDS).is_file():
-            return 0.0
-        return float(folder.read_json(SECONDS, "remove it")["seconds"])
+def _named(emit: Emit, cell: str, event: dict[str, Any]) -> None:
+    emit({**event, "cell": cell})
 
 
 def rescored(measured: RunRecord, folder: RunFolder, recipe: Recipe, data: Dataset) -> RunRecord:
-    """The record of a run whose uploads are those of another, scored as its own recipe says after the last epoch; traces are in that of the other."""
+    """A run with the uploads of another, scored as its own recipe says after the last epoch; traces are with the other."""
     broadcast = replace(folder.uploads().broadcast, recipe=recipe.federated)
     uploads, site = folder.uploads(), DealtPlan.of(recipe, data).server(folder.path)
     rules = {rule.label: rule for rule in acts.rules_of(recipe)}

@@ -198,7 +198,7 @@ def _check_folder(cell: Cell, folder: Path) -> None:
     run_folder = RunFolder(folder / cell.name)
     if not run_folder.recipe.exists():
         return
-    stored, requested = run_folder.read_recipe(), resolve(cell.recipe, _data(cell.recipe))
+    stored, requested = run_folder.read_recipe(), resolve(cell.recipe, data_of(cell.recipe))
     if stored.digest != requested.digest:
         old, new = dict(flat(stored.plain())), dict(flat(requested.plain()))
         key = next(key for key in [*new, *old] if old.get(key) != new.get(key))
@@ -236,16 +236,21 @@ def run_cell(
         recipe = change(recipe, {"local.device": device})
     elif choose_device(recipe.local.device).type == "cpu":
         recipe = change(recipe, {"local.workers": 1})
-    result = run(recipe, folder / cell.name, data=_data(recipe), resume=True, emit=emit, deadline=deadline)
+    result = run(recipe, folder / cell.name, data=data_of(recipe), resume=True, emit=emit, deadline=deadline)
     return dict(result.rules)
 
 
 _loaded: dict[tuple[str, Path | None], Dataset] = {}
 
 
-def _data(recipe: Recipe) -> Dataset:
+def data_key(recipe: Recipe) -> tuple[str, Path | None]:
+    """The same for recipes with the same data set."""
+    return json.dumps(recipe.data.dump(), sort_keys=True), recipe.local.data_path
+
+
+def data_of(recipe: Recipe) -> Dataset:
     """The data set of a recipe; the process keeps the last one."""
-    key = json.dumps(recipe.data.dump(), sort_keys=True), recipe.local.data_path
+    key = data_key(recipe)
     if key not in _loaded:
         _loaded.clear()
         _loaded[key] = load_dataset(recipe.data, recipe.local.data_path)
