@@ -108,8 +108,8 @@ def measure_one(clients: int, way: str, options: argparse.Namespace) -> Record:
         torch.cuda.reset_peak_memory_stats()
     peak_before, clock = host_peak(), Clock()
     clock.count(plan, "deal", "partition")
-    clock.count(Worker, "run", "training")
-    clock.count(Worker, "run_group", "training")
+    clock.count(Worker, "train", "training")
+    clock.count(Worker, "train_group", "training")
     clock.count(Upload, "write", "uploads")
     clock.count(loop, "score_uploads", "scoring")
     for rule in {type(rule) for rule in acts.rules_of(recipe)}:

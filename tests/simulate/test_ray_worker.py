@@ -46,7 +46,7 @@ def kinds(messages: list[Any]) -> list[str]:
 
 
 def test_the_upload_is_that_of_a_worker_on_this_machine(job: TrainJob, worker: NodeWorker, digits: Dataset) -> None:
-    Worker(digits.train, silent, None).run(job)
+    Worker(digits.train, silent, None).train(job)()
     messages = list(worker.train(job, {}, None))
     received = job.folder.path / "received.safetensors"
     write_durably(received, messages[-1][1])

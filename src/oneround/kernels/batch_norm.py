@@ -18,13 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oneround.kernels import launch
+
 PROGRAMS = 1056  # programs that share a reduction over rows: eight for each of an H200's 132 multiprocessors
 MOST_PARTS = 1024  # a power of two: what one program adds at once
 ROWS = 64  # rows a program takes at a time
 STAGES = 3  # of them on their way at once in a reduction, to hide the memory's latency
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "per_program"])
 def _sums(
     x, first, second, rows, channels, per_program, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
@@ -51,7 +53,7 @@ def _total(sums, column, parts, PARTS: tl.constexpr):
     return tl.sum(tl.load(sums + column[:, None] * parts + part[None, :], mask=(part < parts)[None, :], other=0.0), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "rows", "counters"])
 def _statistics(x, first, second, weight, bias, running_mean, running_var, batches, counters, mean, inverse, scale, offset, parts, rows, eps, momentum, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Mean, 1/σ, the affine map they make with weight and bias, the running statistics, and the counts of batches."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -72,7 +74,7 @@ def _statistics(x, first, second, weight, bias, running_mean, running_var, batch
     tl.store(batches + column, tl.load(batches + column, mask=counted, other=0) + 1, mask=counted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _apply(x, added, y, scale, offset, rows, channels, ADD: tl.constexpr, RELU: tl.constexpr, SIX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """y = relu(x·scale + offset + added), or relu6"""
     row, column = (
@@ -94,7 +96,7 @@ def _apply(x, added, y, scale, offset, rows, channels, ADD: tl.constexpr, RELU: 
     tl.store(y + at, value, mask=in_range)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "per_program", "height", "width"])
 def _gradient_sums(dy, dz, y, x, mean, inverse, scale, offset, g_out, first, second, rows, channels, per_program, height, width, TWO: tl.constexpr, THIN: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr, RELU: tl.constexpr, SIX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Per program and channel: Σg and Σg·x̂, g the gradient behind the ReLU, x̂ the normalised input.
 
@@ -139,7 +141,7 @@ def _gradient_sums(dy, dz, y, x, mean, inverse, scale, offset, g_out, first, sec
     tl.store(second + column * tl.num_programs(0) + part, tl.sum(two, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _gradient_totals(first, second, d_bias, d_weight, parts, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """The gradients of bias and weight."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -147,7 +149,7 @@ def _gradient_totals(first, second, d_bias, d_weight, parts, PARTS: tl.constexpr
     tl.store(d_weight + column, _total(second, column, parts, PARTS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gradient_apply(g, x, mean, inverse, scale, offset, d_bias, d_weight, dx, rows, channels, RELU: tl.constexpr, SIX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """dx = w/σ·(g − mean(g) − x̂·mean(g·x̂)); RELU: g is the gradient before the ReLU."""
     row, column = (
@@ -169,7 +171,7 @@ def _gradient_apply(g, x, mean, inverse, scale, offset, d_bias, d_weight, dx, ro
     tl.store(dx + at, factor * (gradient - about), mask=in_range)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "height", "width"])
 def _pack(x, y, rows, height, width, channels, image_stride, row_stride, pixel_stride, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row, column = (
         tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS),
@@ -191,7 +193,7 @@ class _Packed(torch.autograd.Function):
         y = torch.empty(thin.shape, dtype=thin.dtype, device=thin.device, memory_format=torch.channels_last)
         rows, block = n * height * width, _block(channels)
         image_stride, _, row_stride, pixel_stride = thin.stride()
-        _pack[triton.cdiv(rows, ROWS), channels // block](thin, y, rows, height, width, channels, image_stride, row_stride, pixel_stride, BLOCK_ROWS=ROWS, BLOCK=block)  # fmt: skip
+        launch(_pack, (triton.cdiv(rows, ROWS), channels // block), thin, y, rows, height, width, channels, image_stride, row_stride, pixel_stride, BLOCK_ROWS=ROWS, BLOCK=block)  # fmt: skip
         return y
 
     @staticmethod
@@ -229,7 +231,7 @@ class _Grid(NamedTuple):
     def totals(self, channels: int) -> tuple[tuple[int], dict[str, int]]:
         """The programs that add the sums, and their blocks."""
         few = _block(channels, 4)
-        return (channels // few,), {"PARTS": triton.next_power_of_2(self.parts), "BLOCK": few}
+        return (channels // few,), {"PARTS": MOST_PARTS, "BLOCK": few}
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -243,12 +245,22 @@ class _BatchNorm(torch.autograd.Function):
         mean, inverse, scale, offset = (torch.empty(channels, device=x.device) for _ in range(4))
         y = torch.empty_like(x)
         programs, blocks = grid.totals(channels)
-        _sums[parts, columns](
-            x, first, second, rows, channels, per_program, BLOCK_ROWS=ROWS, BLOCK=block, STAGES=STAGES
+        launch(
+            _sums,
+            (parts, columns),
+            x,
+            first,
+            second,
+            rows,
+            channels,
+            per_program,
+            BLOCK_ROWS=ROWS,
+            BLOCK=block,
+            STAGES=STAGES,
         )
-        _statistics[programs](x, first, second, weight, bias, norm.running_mean, norm.running_var, counts, counts.numel(), mean, inverse, scale, offset, parts, rows, norm.eps, norm.momentum, **blocks)  # fmt: skip
+        launch(_statistics, programs, x, first, second, weight, bias, norm.running_mean, norm.running_var, counts, counts.numel(), mean, inverse, scale, offset, parts, rows, norm.eps, norm.momentum, **blocks)  # fmt: skip
         tiles = (triton.cdiv(rows, ROWS), columns)
-        _apply[tiles](x, x if added is None else added, y, scale, offset, rows, channels, ADD=added is not None, RELU=relu, SIX=six, BLOCK_ROWS=ROWS, BLOCK=block)  # fmt: skip
+        launch(_apply, tiles, x, x if added is None else added, y, scale, offset, rows, channels, ADD=added is not None, RELU=relu, SIX=six, BLOCK_ROWS=ROWS, BLOCK=block)  # fmt: skip
         read_again = relu and added is not None
         ctx.save_for_backward(x, y if read_again else None, mean, inverse, scale, offset)
         ctx.relu, ctx.six, ctx.added, ctx.grid = relu, six, added is not None, grid
@@ -277,10 +289,10 @@ class _BatchNorm(torch.autograd.Function):
         keep = ctx.added or len(uses) > 1
         g = torch.empty_like(x) if keep else dy
         programs, blocks = ctx.grid.totals(channels)
-        _gradient_sums[parts, columns](dy, dz, x if y is None else y, x, mean, inverse, scale, offset, g, first, second, rows, channels, per_program, *x.shape[2:], TWO=len(full) > 1, THIN=thin is not None, ADD=y is not None, KEEP=keep, RELU=ctx.relu, SIX=ctx.six, BLOCK_ROWS=ROWS, BLOCK=block, STAGES=STAGES)  # fmt: skip
-        _gradient_totals[programs](first, second, d_bias, d_weight, parts, **blocks)
+        launch(_gradient_sums, (parts, columns), dy, dz, x if y is None else y, x, mean, inverse, scale, offset, g, first, second, rows, channels, per_program, *x.shape[2:], TWO=len(full) > 1, THIN=thin is not None, ADD=y is not None, KEEP=keep, RELU=ctx.relu, SIX=ctx.six, BLOCK_ROWS=ROWS, BLOCK=block, STAGES=STAGES)  # fmt: skip
+        launch(_gradient_totals, programs, first, second, d_bias, d_weight, parts, **blocks)
         tiles = (triton.cdiv(rows, ROWS), columns)
-        _gradient_apply[tiles](g, x, mean, inverse, scale, offset, d_bias, d_weight, dx, rows, channels, RELU=ctx.relu and not keep, SIX=ctx.six, BLOCK_ROWS=ROWS, BLOCK=block)  # fmt: skip
+        launch(_gradient_apply, tiles, g, x, mean, inverse, scale, offset, d_bias, d_weight, dx, rows, channels, RELU=ctx.relu and not keep, SIX=ctx.six, BLOCK_ROWS=ROWS, BLOCK=block)  # fmt: skip
         return dx, g if ctx.added else None, d_weight, d_bias, None, None
 
 

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oneround.kernels import launch
+
 MOST_ANCHORS = 4096  # a row of so many similarities is in one program's registers
 
 
@@ -69,8 +71,8 @@ class _SupervisedContrastive(torch.autograd.Function):
         losses, totals, positives = (torch.empty(n, device=unit.device) for _ in range(3))
         loss, anchors = (torch.empty((), device=unit.device) for _ in range(2))
         block = triton.next_power_of_2(n)
-        _rows[(n,)](cosine, labels, losses, totals, positives, temperature, n, BLOCK=block)
-        _mean[(1,)](losses, positives, loss, anchors, n, BLOCK=block)
+        launch(_rows, (n,), cosine, labels, losses, totals, positives, temperature, n, BLOCK=block)
+        launch(_mean, (1,), losses, positives, loss, anchors, n, BLOCK=block)
         ctx.save_for_backward(unit, cosine, labels, totals, positives, anchors)
         ctx.temperature = temperature
         return loss
@@ -80,7 +82,7 @@ class _SupervisedContrastive(torch.autograd.Function):
         unit, cosine, labels, totals, positives, anchors = ctx.saved_tensors
         n, d_loss = len(unit), gradients[0].contiguous()
         gradient = torch.empty_like(cosine)
-        _gradient[(n,)](cosine, labels, totals, positives, anchors, d_loss, gradient, ctx.temperature, n, BLOCK=triton.next_power_of_2(n))  # fmt: skip
+        launch(_gradient, (n,), cosine, labels, totals, positives, anchors, d_loss, gradient, ctx.temperature, n, BLOCK=triton.next_power_of_2(n))  # fmt: skip
         return gradient @ unit, None, None
 
 

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from oneround.kernels import launch
+
 PROGRAMS = 528  # programs that share the weights' gradient
 PIXELS = 128  # of the output, that a program takes at a time
 
@@ -70,7 +72,7 @@ class _Convolution(torch.autograd.Function):
         y = torch.empty(n, outputs, height, width, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
         kernel = weight.to(x.dtype).contiguous(memory_format=torch.channels_last)
         pixels = n * height * width
-        _convolve[(triton.cdiv(pixels, PIXELS),)](x, kernel, y, pixels, height, width, CHANNELS=channels, OUTPUTS=outputs, TAPS=_taps(channels), BLOCK=PIXELS)  # fmt: skip
+        launch(_convolve, (triton.cdiv(pixels, PIXELS),), x, kernel, y, pixels, height, width, CHANNELS=channels, OUTPUTS=outputs, TAPS=_taps(channels), BLOCK=PIXELS)  # fmt: skip
         ctx.save_for_backward(x)
         return y
 
@@ -83,7 +85,7 @@ class _Convolution(torch.autograd.Function):
         per_program = triton.cdiv(pixels, PROGRAMS * PIXELS) * PIXELS
         parts = triton.cdiv(pixels, per_program)
         partial = torch.empty(parts, taps, outputs, device=x.device)
-        _convolve_weights[(parts,)](x, dy, partial, pixels, height, width, per_program, CHANNELS=channels, OUTPUTS=outputs, TAPS=taps, BLOCK=PIXELS)  # fmt: skip
+        launch(_convolve_weights, (parts,), x, dy, partial, pixels, height, width, per_program, CHANNELS=channels, OUTPUTS=outputs, TAPS=taps, BLOCK=PIXELS)  # fmt: skip
         summed = partial.sum(0)[: 9 * channels].T.reshape(outputs, 3, 3, channels)
         return None, summed.permute(0, 3, 1, 2)
 

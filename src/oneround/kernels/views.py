@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from oneround.config.sections import Augment
+from oneround.kernels import launch
 
 
 @triton.jit
@@ -96,5 +97,5 @@ def views(pixels: Tensor, numbers: Tensor, options: Augment, colours: Tensor, no
     n, channels, height, width = pixels.shape
     out = torch.empty(pixels.shape, dtype=dtype, device=pixels.device, memory_format=torch.channels_last)
     (low, high), (thin, wide) = options.crop_scale, options.crop_ratio
-    _views[(n,)](pixels, numbers, colours, out, height, width, low, high, thin, math.log(wide / thin), options.flip or 0.0, options.jitter, options.brightness, options.contrast, options.saturation, 2 * math.pi * options.hue, options.greyscale, *normalise, CHANNELS=channels, COLUMNS=numbers.shape[1], BLOCK=triton.next_power_of_2(height * width), num_warps=8)  # fmt: skip
+    launch(_views, (n,), pixels, numbers, colours, out, height, width, low, high, thin, math.log(wide / thin), options.flip or 0.0, options.jitter, options.brightness, options.contrast, options.saturation, 2 * math.pi * options.hue, options.greyscale, *normalise, CHANNELS=channels, COLUMNS=numbers.shape[1], BLOCK=triton.next_power_of_2(height * width), num_warps=8)  # fmt: skip
     return out

@@ -1,6 +1,7 @@
 """Two clients at a time on one GPU: while one loads, waits or writes, the other computes, and their small kernels overlap.
 
 A lane is a thread with a worker, and so a network, a recorded step and a stream, of its own. Results are those of one client at a time.
+Uploads are written by further threads.
 """
 
 from __future__ import annotations
@@ -36,18 +37,34 @@ class Lanes(Generic[W]):
         self._room_for_two: bool | None = None
         """Not known before one client was trained."""
         self._closing = False
-        self._threads = ThreadPoolExecutor(LANES, thread_name_prefix="lane")
+        self._lanes, self._writers = (ThreadPoolExecutor(LANES, thread_name_prefix=each) for each in ("lane", "upload"))
+        self._unwritten = threading.Semaphore(2 * LANES)
+        """Uploads in memory: a lane that is further ahead of the disk waits."""
 
-    def submit(self, work: Callable[[W], T]) -> Future[T]:
-        """Have a lane do this with its worker."""
-        return self._threads.submit(self._run, work)
+    def submit(self, work: Callable[[W], Callable[[], T]]) -> Future[T]:
+        """Have a lane do this with its worker, and then what is left to do beside it; the future is of both."""
+        done: Future[T] = Future()
+        self._lanes.submit(self._run, work, done)
+        return done
 
     def close(self, *, at_once: bool) -> None:
         """Wait for the lanes; `at_once`: clients stop at their next event."""
         self._closing = at_once
-        self._threads.shutdown(cancel_futures=at_once)
+        self._lanes.shutdown(cancel_futures=at_once)
+        self._writers.shutdown()
 
-    def _run(self, work: Callable[[W], T]) -> T:
+    def _run(self, work: Callable[[W], Callable[[], T]], done: Future[T]) -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            rest = self._work(work)
+        except BaseException as error:
+            done.set_exception(error)
+            return
+        self._unwritten.acquire()
+        self._writers.submit(self._finish, rest, done)
+
+    def _work(self, work: Callable[[W], T]) -> T:
         with self._first:
             if not self._room_for_two:
                 done = work(self._worker())
@@ -55,6 +72,14 @@ class Lanes(Generic[W]):
                     self._room_for_two = has_room(self._device)
                 return done
         return work(self._worker())
+
+    def _finish(self, rest: Callable[[], T], done: Future[T]) -> None:
+        try:
+            done.set_result(rest())
+        except BaseException as error:
+            done.set_exception(error)
+        finally:
+            self._unwritten.release()
 
     def _worker(self) -> W:
         if not hasattr(self._own, "worker"):

@@ -68,7 +68,7 @@ class NodeWorker:
         for name, raw in states.items():
             write_durably(state / name, raw, flush=False)
             self._sent[name] = (state / name).stat().st_mtime_ns
-        training = self._thread.submit(self.worker.run, replace(job, folder=self.folder))
+        training = self._thread.submit(self._train, replace(job, folder=self.folder))
         training.add_done_callback(lambda _: self.messages.put(None))
         try:
             while (message := self.messages.get()) is not None:
@@ -85,6 +85,9 @@ class NodeWorker:
         finally:
             shutil.rmtree(state, ignore_errors=True)
             upload.unlink(missing_ok=True)
+
+    def _train(self, job: TrainJob) -> str:
+        return self.worker.train(job)()
 
     def _emit(self, event: dict[str, Any]) -> None:
         self.messages.put(("event", event))

@@ -207,7 +207,11 @@ class SimulatedClients:
             self._train(behind, epoch, list(self.plan.clients))
 
     def _reached(self) -> dict[str, int | None]:
-        """The epoch of every client's upload. Removes damaged uploads and states; those clients train again."""
+        """The epoch of every client's upload. Removes damaged uploads and states; those clients train again.
+
+        A client whose state is older than its upload goes on from the state; where clients need each other's prototypes, one epoch
+        at a time.
+        """
         reached: dict[str, int | None] = {}
         for name in self.plan.clients:
             upload = self.folder.upload(name)
@@ -218,6 +222,9 @@ class SimulatedClients:
             for path in damaged:
                 log.warning("%s: damaged; discarded, %s trains again", path, name)
                 path.unlink()
+            epochs = [int(blob.peek(path, "state")["epoch"]) for path in self.folder.states(name)]
+            if self.plan.needs_other_clients and reached[name] is not None and epochs:
+                reached[name] = min(epochs)
         return reached
 
     def _groups(self, names: Sequence[str], participants: Sequence[str]) -> list[Members]:

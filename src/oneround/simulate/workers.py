@@ -68,22 +68,21 @@ class Worker:
         self.data, self.emit, self.deadline, self.trainer = data, emit, deadline, Trainer(idle)
         self._broadcast: tuple[tuple[Path, int, int], Broadcast] | None = None
 
-    def run(self, job: TrainJob) -> str:
-        """Train the client and write its upload; returns its name."""
+    def train(self, job: TrainJob) -> Callable[[], str]:
+        """Train the client; what is left to do writes its upload and returns its name."""
         broadcast = self._begin(job)
         upload = train(broadcast, self._site(job, broadcast), job.until, self.emit, self.trainer)
-        self._write(upload, job)
-        return job.client
+        return lambda: _write(upload, job)
 
-    def run_group(self, job: GroupJob) -> list[str]:
-        """Train the clients together and write their uploads; returns their names."""
+    def train_group(self, job: GroupJob) -> Callable[[], list[str]]:
+        """Train the clients together and write their uploads; what is left to do returns their names."""
         jobs = {each.client: each for each in job.members.values()}
         first = next(iter(jobs.values()))
         broadcast = self._begin(first)
         sites = {slot: self._site(each, broadcast) for slot, each in job.members.items()}
         for upload in train_group(broadcast, sites, job.slots, first.until, self.emit, self.trainer):
-            self._write(upload, jobs[upload.client])
-        return list(jobs)
+            _write(upload, jobs[upload.client])  # one at a time in memory
+        return lambda: list(jobs)
 
     def _begin(self, job: TrainJob) -> Broadcast:
         for module in job.local.plugins:
@@ -103,10 +102,6 @@ class Worker:
             masker=simulated_masker(job.client, broadcast.roster, recipe.seeds.training) if recipe.secure else None,
         )
 
-    @staticmethod
-    def _write(upload: Upload, job: TrainJob) -> None:
-        upload.write(job.folder.upload(job.client), flush=False)  # `SimulatedClients` flushes those of the last epoch
-
     def _read(self, path: Path) -> Broadcast:
         """The broadcast, read once for all clients that share it, and again when the file changes."""
         status = path.stat()
@@ -114,6 +109,11 @@ class Worker:
         if self._broadcast is None or self._broadcast[0] != version:
             self._broadcast = version, Broadcast.read(path)
         return self._broadcast[1]
+
+
+def _write(upload: Upload, job: TrainJob) -> str:
+    upload.write(job.folder.upload(job.client), flush=False)  # `SimulatedClients` flushes those of the last epoch
+    return job.client
 
 
 class WorkerPool:
@@ -155,13 +155,15 @@ class WorkerPool:
 
     def submit(self, job: TrainJob) -> Future[str]:
         """Train one client; the future's result is its name."""
-        return self._submit(job.local, _work, Worker.run, job)
+        return self._submit(job.local, _work, Worker.train, job)
 
     def submit_group(self, job: GroupJob) -> Future[list[str]]:
         """Train several clients together; the future has their names."""
-        return self._submit(next(iter(job.members.values())).local, _work_together, Worker.run_group, job)
+        return self._submit(next(iter(job.members.values())).local, _work_together, Worker.train_group, job)
 
-    def _submit(self, local: Local, in_process: Callable[[J], T], here: Callable[[Worker, J], T], job: J) -> Future[T]:
+    def _submit(
+        self, local: Local, in_process: Callable[[J], T], here: Callable[[Worker, J], Callable[[], T]], job: J
+    ) -> Future[T]:
         if self._pool is not None:
             with hidden_main():
                 return self._pool.submit(in_process, job)
@@ -172,7 +174,7 @@ class WorkerPool:
             return self._lanes.submit(lambda worker: here(worker, job))
         assert self._worker is not None
         done: Future[T] = Future()
-        done.set_result(here(self._worker, job))
+        done.set_result(here(self._worker, job)())
         return done
 
     def _begin(self, device: torch.device, *, lanes: bool) -> None:
@@ -202,8 +204,8 @@ def _start_worker(events: Any, data: Images, deadline: float | None) -> None:
 
 
 def _work(job: TrainJob) -> str:
-    return _worker.run(job)
+    return _worker.train(job)()
 
 
 def _work_together(job: GroupJob) -> list[str]:
-    return _worker.run_group(job)
+    return _worker.train_group(job)()

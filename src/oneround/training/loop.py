@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from oneround import kernels
 from oneround.config.sections import Training
 from oneround.data import Images
 from oneround.data.augment import draw
@@ -325,6 +326,9 @@ class Trainer:
                 with recording:
                     gc.collect()  # the old recording holds device memory until it is collected
                     torch.cuda.empty_cache()
-            self._stepper, self._structure = make(), structure
+            self._stepper = make()
+            if site.device.type == "cuda" and kernels.rehearse(self._stepper.rehearse):
+                self._stepper = make()
+            self._structure = structure
         self._stepper.bind(broadcast)
         return self._stepper

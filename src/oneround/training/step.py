@@ -254,6 +254,11 @@ class Stepper(ClientState):
         """The buffers that a recorded step of so many images reads."""
         return tuple(buffer[:images] for buffer in self.inputs)
 
+    def rehearse(self) -> None:
+        """A step on nothing: libraries load, convolutions are chosen. What it leaves behind is of no use."""
+        with self.stream_context():
+            self._step(*self._blank_batch(self.full))
+
     def largest_batch(self) -> int:
         """After an out-of-memory error: the largest half, quarter, … of the batch size that fits; 0 if none.
 
