@@ -10,7 +10,8 @@ the counts of `--batched` are measured a second time with clients trained togeth
 
 training: broadcast, the clients' images and their steps. uploads: packed, written and flushed. scoring: every rule and every client's
 own network on the test images. fusion: what the rules make of the uploads. record: log, result, model and pictures. rest: recipe, initial
-weights, checks. Memory is the process's peak; the device's is what PyTorch allocated.
+weights, checks. Memory is the process's peak; the device's is what PyTorch allocated. On a CPU the phases are in seconds of its
+processor, which other programs do not prolong.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ from study import Cell, Record, Study, arguments, only_pages
 KEYS = ("clients", "way")
 ALONE, TOGETHER = "one by one", "together"
 PHASES = ("partition", "training", "uploads", "scoring", "fusion", "record", "rest")
-FLAT = 0.1
-"""Networks by which memory may grow per client added."""
 
 
 class Clock:
@@ -42,12 +41,15 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.cpu_seconds = dict.fromkeys(PHASES, 0.0)
+        """Of this process, which do not depend on what else the machine does."""
         self._phases = ["rest"]
-        self._since = time.perf_counter()
+        self._since = time.perf_counter(), time.process_time()
 
     def _switch(self) -> None:
-        now = time.perf_counter()
-        self.seconds[self._phases[-1]] += now - self._since
+        now, phase = (time.perf_counter(), time.process_time()), self._phases[-1]
+        self.seconds[phase] += now[0] - self._since[0]
+        self.cpu_seconds[phase] += now[1] - self._since[1]
         self._since = now
 
     def count(self, owner: Any, name: str, phase: str) -> None:
@@ -65,9 +67,9 @@ class Clock:
 
         setattr(owner, name, counted)
 
-    def stop(self) -> dict[str, float]:
+    def stop(self) -> dict[str, dict[str, float]]:
         self._switch()
-        return self.seconds
+        return {"seconds": self.seconds, "cpu_seconds": self.cpu_seconds}
 
 
 def measure_one(clients: int, way: str, options: argparse.Namespace) -> Record:
@@ -120,11 +122,11 @@ def measure_one(clients: int, way: str, options: argparse.Namespace) -> Record:
     clock.count(RunWriter, "finish", "record")
     clock.count(pictures, "draw_partition", "record")
     result = run(recipe, folder / "run", data=data)
-    seconds = clock.stop()
+    spent = clock.stop()
     weights = Broadcast.read(folder / "run" / "broadcast.safetensors").weights
     events = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     done: Record = {
-        "seconds": seconds, "total": sum(seconds.values()), "peak_before": peak_before, "host_peak": host_peak(),
+        **spent, "peak_before": peak_before, "host_peak": host_peak(),
         "device_peak": torch.cuda.max_memory_allocated() if cuda else None,
         "bytes": {entry.name: bytes_of(entry) for entry in sorted((folder / "run").iterdir())},
         "network": sum(tensor.numel() * tensor.element_size() for tensor in weights.values()),
@@ -152,52 +154,67 @@ def line_through(clients: list[int], values: list[float]) -> tuple[float, float,
     return float(start), float(slope), float(1 - errors @ errors / (apart @ apart)) if apart.any() else 1.0
 
 
+def unit_of(cells: list[Record]) -> str:
+    """The seconds that tell more: those of the clock on a GPU, elsewhere those of the processor, which other programs do not prolong."""
+    return "cpu_seconds" if any(cell["device_peak"] is None for cell in cells) else "seconds"
+
+
 def growth(cells: list[Record], way: str) -> list[str]:
-    """What each part of a run grows by per client."""
+    """What each part of a run grows by per client, and peak memory with the fewest and the most clients."""
     rows = [cell for cell in cells if cell["way"] == way]
     if len(rows) < 3:
         return []
-    clients = [cell["clients"] for cell in rows]
-    lines = ["", *markdown_head([f"{way}: growth", "constant", "per client", "R²"])]
-    for name in (*PHASES, "total"):
-        values = [cell["total"] if name == "total" else cell["seconds"][name] for cell in rows]
-        start, slope, explained = line_through(clients, values)
-        lines.append(markdown_row([f"{name}, seconds", f"{start:.2f}", f"{slope:.2g}", f"{explained:.3f}"]))
-    start, slope, explained = line_through(clients, [sum(cell["bytes"].values()) for cell in rows])
-    lines.append(markdown_row(["disk, MB", f"{start / 1e6:.2f}", f"{slope / 1e6:.3f}", f"{explained:.3f}"]))
+    unit, clients = unit_of(cells), [cell["clients"] for cell in rows]
+    sizes = [
+        ("disk, MB", lambda cell: sum(cell["bytes"].values()) / 1e6),
+        ("host memory, MB", lambda cell: cell["host_peak"] / 1e6),
+    ]
+    if unit == "seconds":
+        sizes.append(("device memory, MB", lambda cell: cell["device_peak"] / 1e6))
+    times = [(f"{name}, s", lambda cell, name=name: cell[unit][name]) for name in PHASES]
+    times.append(("total, s", lambda cell: sum(cell[unit].values())))
+    lines = ["", *markdown_head([f"growth, trained {way}", "constant", "per 1,000 clients", "R²"])]
+    for name, value in [*times, *sizes]:
+        start, slope, explained = line_through(clients, [value(cell) for cell in rows])
+        shown = (round(start, 2) + 0.0, round(1000 * slope, 2) + 0.0)  # no minus before a zero
+        lines.append(markdown_row([name, *(f"{value:.2f}" for value in shown), f"{explained:.3f}"]))
     few, many = (choose(rows, key=lambda cell: cell["clients"]) for choose in (min, max))
     added, network = many["clients"] - few["clients"], few["network"]
-    peaks = {"host": "host_peak", "device": "device_peak"}
-    for memory, key in peaks.items():
-        if few[key] is not None:
-            each = (many[key] - few[key]) / added / network
-            verdict = "flat" if each <= FLAT else "not flat"
-            cost = f"{each:.3f} networks of {network / 1e6:.2f} MB"
-            lines.append(markdown_row([f"{memory} memory, {few['clients']} to {many['clients']}", verdict, cost, ""]))
+    lines.append("")
+    for memory in ("host", "device"):
+        before, after = (cell[f"{memory}_peak"] for cell in (few, many))
+        if before is not None:
+            lines.append(
+                f"- {way}, {memory} memory: {before / 1e6:.0f} MB with {few['clients']:,} clients, {after / 1e6:.0f} MB with "
+                f"{many['clients']:,}: {(after - before) / added / network:.3f} networks of {network / 1e6:.2f} MB per client added"
+            )
     return lines
 
 
 def page(record: Record) -> list[str]:
     """The table, the growth of each part and, where clients were trained together too, how much faster that was."""
     cells = sorted(record["cells"], key=lambda cell: (cell["way"], cell["clients"]))
-    heads = ["clients", "trained", "steps", *(f"{name} s" for name in PHASES), "total s", "host MB", "device MB", "disk MB"]  # fmt: skip
+    unit = unit_of(cells)
+    heads = ["clients", "trained", "steps", *PHASES, "total s", "on the clock s", "host MB", "device MB", "disk MB"]
     lines = [
         f"# {record['samples']:,} images of {record['data']}, {record['epochs']} epoch(s), the small CNN, "
         f"{record['test_images']:,} test images",
         "",
+        f"Phases in {'seconds' if unit == 'seconds' else 'seconds of the processor, one thread'}.",
+        "",
         *markdown_head(heads),
     ]
     for cell in cells:
-        seconds = [cell["seconds"][name] for name in PHASES]
+        times = [*(cell[unit][name] for name in PHASES), sum(cell[unit].values()), sum(cell["seconds"].values())]
         device = "" if cell["device_peak"] is None else f"{cell['device_peak'] / 1e6:.0f}"
         sizes = [f"{cell['host_peak'] / 1e6:.0f}", device, f"{sum(cell['bytes'].values()) / 1e6:.1f}"]
-        times = [f"{value:.2f}" for value in [*seconds, cell["total"]]]
-        lines.append(markdown_row([f"{cell['clients']:,}", cell["way"], f"{cell['steps']:,}", *times, *sizes]))
+        shown = [f"{value:.2f}" for value in times]
+        lines.append(markdown_row([f"{cell['clients']:,}", cell["way"], f"{cell['steps']:,}", *shown, *sizes]))
     lines += growth(cells, ALONE) + growth(cells, TOGETHER) + [""]
-    alone = {cell["clients"]: cell["seconds"]["training"] for cell in cells if cell["way"] == ALONE}
+    alone = {cell["clients"]: cell[unit]["training"] for cell in cells if cell["way"] == ALONE}
     for cell in cells:
         if cell["way"] == TOGETHER and cell["clients"] in alone:
-            ratio = alone[cell["clients"]] / cell["seconds"]["training"]
+            ratio = alone[cell["clients"]] / cell[unit]["training"]
             lines.append(f"- {cell['clients']:,} clients trained together: {ratio:.1f} times as fast as one by one")
     return lines
 
@@ -245,7 +262,7 @@ def main() -> None:
 
 def summary_of(done: Record) -> str:
     each = ", ".join(f"{name} {value:.2f}" for name, value in done["seconds"].items())
-    return f"{done['total']:.1f} s ({each}), {done['host_peak'] / 1e6:.0f} MB"
+    return f"{sum(done['seconds'].values()):.1f} s ({each}), {done['host_peak'] / 1e6:.0f} MB"
 
 
 if __name__ == "__main__":

@@ -161,29 +161,36 @@ def test_a_phase_within_another_counts_for_itself_only() -> None:
     clock.count(part, "train", "training")
     clock.count(part, "upload", "uploads")
     assert part.train() == "client"
-    seconds = clock.stop()
+    spent = clock.stop()
+    seconds = spent["seconds"]
     assert 0.05 <= seconds["training"] < 0.2 <= seconds["uploads"] and seconds["rest"] < 0.05
+    assert sum(spent["cpu_seconds"].values()) < 0.2, "sleeping costs the processor nothing"
 
 
-def test_growth_is_the_line_through_all_counts_and_memory_that_grows_is_not_called_flat() -> None:
+def test_growth_is_the_line_through_all_counts() -> None:
     assert scaling.line_through([5, 20, 100], [4.0, 7.0, 23.0]) == pytest.approx((3.0, 0.2, 1.0))
+    seconds = {count: dict.fromkeys(scaling.PHASES, 0.5) | {"training": 3 + 0.2 * count} for count in (5, 20, 100)}
     cells = [
         {
             "clients": count,
             "way": scaling.ALONE,
-            "seconds": dict.fromkeys(scaling.PHASES, 0.5) | {"training": 3 + 0.2 * count},
-            "total": 6.0 + 0.2 * count,
-            "host_peak": 1000 + 20 * count,
-            "device_peak": 1000 + count,
-            "network": 100,
-            "bytes": {"uploads": 4 * count},
+            "seconds": each,
+            "cpu_seconds": {name: value / 2 for name, value in each.items()},
+            "host_peak": 1_000_000 * (1000 + 2 * count),
+            "device_peak": 1_000_000_000,
+            "network": 10_000_000,
+            "bytes": {"uploads": 10_000_000 * count},
         }
-        for count in (5, 20, 100)
+        for count, each in seconds.items()
     ]
-    rows = {line.split(" | ")[0]: line for line in scaling.growth(cells, scaling.ALONE)}
-    assert "3.00 | 0.2 | 1.000" in rows["| training, seconds"]
-    assert "not flat | 0.200 networks" in rows["| host memory, 5 to 100"]
-    assert " | flat | 0.010 networks" in rows["| device memory, 5 to 100"]
+    lines = scaling.growth(cells, scaling.ALONE)
+    assert "| training, s | 3.00 | 200.00 | 1.000 |" in lines and "| total, s | 6.00 | 200.00 | 1.000 |" in lines
+    assert (
+        "| disk, MB | 0.00 | 10000.00 | 1.000 |" in lines and "| device memory, MB | 1000.00 | 0.00 | 1.000 |" in lines
+    )
+    assert lines[-2].endswith("1010 MB with 5 clients, 1200 MB with 100: 0.200 networks of 10.00 MB per client added")
+    on_a_cpu = scaling.growth([{**cell, "device_peak": None} for cell in cells], scaling.ALONE)
+    assert "| training, s | 1.50 | 100.00 | 1.000 |" in on_a_cpu and "device" not in "".join(on_a_cpu)
     assert not scaling.growth(cells[:2], scaling.ALONE), "a line through two points explains nothing"
 
 
@@ -199,6 +206,6 @@ def test_scaling_does_the_same_work_with_every_count_and_goes_on_where_it_stoppe
     assert lines[2].startswith("4 of 4 runs") and lines[-1].startswith("- 8 clients trained together: ")
     cells = json.loads((tmp_path / "scaling.json").read_text())["cells"]
     assert {cell["steps"] for cell in cells} == {8}
-    assert all(cell["seconds"][name] > 0 for cell in cells for name in scaling.PHASES)
+    assert all(cell["seconds"][name] > 0 and cell["cpu_seconds"][name] > 0 for cell in cells for name in scaling.PHASES)
     assert all(cell["bytes"]["uploads"] >= cell["clients"] * cell["network"] for cell in cells)
     assert not list((tmp_path / "runs").iterdir())
