@@ -24,9 +24,13 @@ from oneround.config.sections import Evaluation
 from oneround.data import Dataset, Images, partitions
 from oneround.errors import RecipeError
 from oneround.evaluate import transductive_name
+from oneround.formatting import plural
 from oneround.runs.archive import find_runs
 from oneround.runs.record import RunRecord, keys_of
-from oneround.studies.outcome import MODES
+from oneround.studies.named_study import cells as study_cells
+from oneround.studies.named_study import read_study
+from oneround.studies.outcome import MODES, Row, rows_of
+from oneround.studies.reproduce import read_progress
 from oneround.training.alignment.aligner import label_entropy
 from oneround.training.alignment.schedules import schedules
 from oneround.training.alignment.weights import weights
@@ -40,6 +44,7 @@ FAMILY, LABEL_SKEW = "cifar10_anchor_family", "digits_label_skew"
 NOTE_000 = next(name for name in ("note-000", "cifar10_note_000") if (ROOT / f"results/{name}.json").is_file())
 EXPLOSION, MERGENET, STUDENTS = "digits_explosion_eight_seeds", "cifar10_mergenet", "digits_students"
 TRANSDUCTIVE = transductive_name("iffi", Evaluation().batch_size)
+STUDY_002, AS_HERE, ALL_HABITS = "note-002", "as here", "all three"
 LEARNED = "etf-uncertainty-unclipped"  # the form of V10 that the record has
 NOT_MEASURED = "not measured"
 
@@ -141,6 +146,13 @@ def contrast(name: str, method: str, baseline: str, rule: str | None = None) -> 
     """The paired difference in a record of one setting."""
     ((_, difference),) = contrasts(name, method, baseline, rule)
     return difference
+
+
+@lru_cache
+def study_rows(name: str) -> Mapping[tuple[str, int, str], Row]:
+    """What a named study shows, by setting, epoch and variant; empty where it has no record."""
+    study, file = read_study(name), ROOT / file_of(name)
+    return rows_of(study, read_progress(study_cells(study), file)) if file.is_file() else {}
 
 
 def signed(difference: Summary) -> str:
@@ -339,22 +351,36 @@ def learned_by_client(run: RunRecord, epoch: int) -> list[float]:
 
 @answers
 def learned(round: int, values: Sequence[float]) -> Answer:
-    """V10's λ of every client after a round, ours on partition 1."""
-    ours = learned_by_client(runs_of(FAMILY, LEARNED)[0], round + 1)
+    """V10's λ of every client after a round, ours on partition 1; of the note's own form where that is measured."""
+    form, own = study_rows(STUDY_002).get((AS_HERE, 50, "V10")), "one run; σ clipped apart"
+    measured, evidence = runs_of(FAMILY, LEARNED)[:1], FAMILY
+    if form is not None:
+        measured, evidence, own = [*form.runs], STUDY_002, plural(len(form.runs), "training seed")
+    by_run = [learned_by_client(run, round + 1) for run in measured]
+    ours = [statistics.mean(each) for each in zip(*by_run, strict=True)]
     most = max(abs(one - other) / other for one, other in zip(ours, values, strict=True))
-    figure = " ".join(f"{value:.4f}" for value in values)
-    why = f"the largest of the five differences is {percent(most)}" + (
-        "; σ clipped apart" if most > NEAR else ", one run"
-    )
-    verdict = REPRODUCED if most <= NEAR else NOT_MEASURED
+    figure, shown = " ".join(f"{value:.4f}" for value in values), " ".join(f"{value:.2f}" for value in ours)
+    apart = NOT_MEASURED if form is None else REFUTED
+    why = f"the largest of the five differences is {percent(most)}; {own}"
     return Answer(
-        " ".join(f"{value:.2f}" for value in ours), evidence=file_of(FAMILY), verdict=verdict, note=figure, why=why
+        shown, evidence=file_of(evidence), verdict=REPRODUCED if most <= NEAR else apart, note=figure, why=why
     )
 
 
 @answers
 def scored(method: str) -> Answer:
-    """Accuracy of a method, and its difference to V7."""
+    """Accuracy of a method, and its difference to V7; on the note's partition and with its code's habits where that is measured."""
+    variant = {LEARNED: "V10"}.get(method, method.upper())
+    if (row := study_rows(STUDY_002).get((ALL_HABITS, 50, variant))) is not None:
+        by_seed = [Summary(tuple(row.accuracies[mode].values())) for mode in MODES]
+        apart = row.from_noted
+        assert apart is not None
+        return Answer(
+            *(f"{accuracies:.1f} {count(accuracies)}" for accuracies in by_seed),
+            evidence=file_of(STUDY_002),
+            tests=(Test(apart.difference, of_figure=True),),
+            why="on its partition, in its mode and with its code's habits; n counts training seeds",
+        )
     mine = runs_of(FAMILY, method)
     by_mode = [
         Summary(tuple(100 * run.accuracy[rule] for run in mine if rule in run.accuracy))

@@ -14,8 +14,11 @@ import answers
 import claims
 from oneround.analysis.statistics import REFUTED, REPRODUCED, Summary, compare_paired
 from oneround.config.load import load, parse_override
+from oneround.runs.log import Measurements
 from oneround.runs.record import RunRecord
 from oneround.studies.named_study import cells, read_study
+from oneround.studies.outcome import rows_of
+from oneround.studies.reproduce import Progress
 from test_readme import ROOT
 
 CLAIMS = {"000": 21, "001": 18, "002": 32, "003": 8, "004": 11}
@@ -137,6 +140,36 @@ def test_a_transductive_score_stands_beside_that_in_evaluation_mode(monkeypatch:
     )
     shown = answers.contrasted(answers.FAMILY, "v9", "v7", "better")
     assert shown.evaluation.endswith("(n = 3)") and shown.transductive.endswith("(n = 2)")
+
+
+def test_the_study_of_source_note_002_decides_once_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = [16.7670, 22.1632, 4.5188, 17.3472, 11.2946]
+    before = answers.learned(0, noted), answers.scored(answers.LEARNED)
+    assert [answer.verdict for answer in before] == ["not measured", "not measured"]
+    study, runs = read_study("note-002"), {}
+    every = cells(study)
+    for cell in every:
+        accuracy = {"iffi": 0.3, "iffi, transductive": 0.46 + cell.seed / 1000}
+        weights = {f"client_{at}": {1: {"lambda_raw": value * 1.2}, 50: {}} for at, value in enumerate(noted)}
+        measured = Measurements(curves={rule: {50: value} for rule, value in accuracy.items()}, epochs=weights)
+        result = {
+            "rules": {rule: {"accuracy": value} for rule, value in accuracy.items()},
+            "partition": "",
+            "clients": {},
+        }
+        runs[cell] = RunRecord(answers.ROOT, keys=cell.keys, measurements=measured, result=result)
+    rows = rows_of(study, Progress(every, runs))
+    monkeypatch.setattr(answers, "study_rows", lambda name: rows if name == "note-002" else {})
+    learned, scored = answers.learned(0, noted), answers.scored(answers.LEARNED)
+    assert (learned.verdict, learned.evidence) == ("reproduced", "results/note-002.json")
+    assert (
+        "20 %; 5 training seeds" in learned.why
+        and answers.learned(0, [value / 2 for value in noted]).verdict == REFUTED
+    )
+    (test,) = scored.tests
+    assert test.of_figure and test.difference.values == pytest.approx([-0.25, -0.15, -0.05, 0.05, 0.15])
+    assert claims.verdict_of([test], claims.corrected([test])) == REPRODUCED
+    assert (scored.evaluation, scored.transductive) == ("30.0 ± 0.0 (n = 5)", "46.3 ± 0.2 (n = 5)")
 
 
 def verdict(*values: float, of_figure: bool = False, others: int = 0) -> str:

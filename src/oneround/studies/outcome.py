@@ -67,8 +67,7 @@ class Row:
 
 def outcome(study: NamedStudy, progress: Progress) -> Sheet:
     """The table of what is measured: a row for each setting, epoch and variant; columns that say nothing are left out."""
-    rows = _rows(study, progress)
-    _compare(study, rows)
+    rows = rows_of(study, progress)
     table = [
         {"setting": key[0], "epochs": str(key[1]), "variant": key[2]} | row.cells(study.baseline, study.traces, key[1])
         for key, row in rows.items()
@@ -79,7 +78,8 @@ def outcome(study: NamedStudy, progress: Progress) -> Sheet:
     return Sheet(study.question, heads, [[cells[head] for head in heads] for cells in table], notes)
 
 
-def _rows(study: NamedStudy, progress: Progress) -> dict[Key, Row]:
+def rows_of(study: NamedStudy, progress: Progress) -> dict[Key, Row]:
+    """The rows of the table, with what is compared in them."""
     rows: dict[Key, Row] = {}
     for setting, cells in grouped(progress.cells, lambda cell: cell.setting).items():
         one_partition = len({cell.partition for cell in cells}) == 1
@@ -92,6 +92,7 @@ def _rows(study: NamedStudy, progress: Progress) -> dict[Key, Row]:
                     value = study.note.get(setting, {}).get(variant)
                     noted = value.get(epoch) if isinstance(value, dict) else value if epoch == epochs[-1] else None
                     rows[setting, epoch, variant] = Row(accuracies, noted, list(measured.values()))
+    _compare(study, rows)
     return rows
 
 
