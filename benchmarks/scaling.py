@@ -1,6 +1,6 @@
 """From 5 to 1,000 clients with the same data in all: seconds of every part of a run, peak memory, bytes on disk, and what they grow by.
 
-    python benchmarks/scaling.py --data-dir DATA --out results/scaling_cpu --test-images 500
+    python benchmarks/scaling.py --data-dir DATA --out results/scaling_cpu
     python benchmarks/scaling.py --data-dir DATA --clients 10 100 1000 --batched      # nobody trains together
 
 Fashion-MNIST is dealt out evenly to ever more clients, who train the small CNN in steps of 60 images: 1,000 steps per epoch, however
@@ -8,10 +8,11 @@ many clients share them. What grows is then the cost of having clients. Every co
 of two clients that is not counted: it loads libraries and kernels. One client trains at a time, on a CPU with one thread; on a GPU
 the counts of `--batched` are measured a second time with clients trained together. Run again, it goes on with what is missing.
 
-training: broadcast, the clients' images and their steps. uploads: packed, written and flushed. scoring: every rule and every client's
-own network on the test images. fusion: what the rules make of the uploads. record: log, result, model and pictures. rest: recipe, initial
-weights, checks. Memory is the process's peak; the device's is what PyTorch allocated. On a CPU the phases are in seconds of its
-processor, which other programs do not prolong.
+training: broadcast, the clients' images and their steps. uploads: packed, written and flushed; where threads do that beside training,
+what is left to wait for (the record has the threads' own seconds). scoring: every rule and every client's own network on the test
+images. fusion: what the rules make of the uploads. record: log, result, model and pictures. rest: recipe, initial weights, checks.
+Memory is the process's peak; the device's is what PyTorch allocated. On a CPU the phases are in seconds of its processor, which other
+programs hardly prolong.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import json
 import resource
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,6 +45,9 @@ class Clock:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.cpu_seconds = dict.fromkeys(PHASES, 0.0)
         """Of this process, which do not depend on what else the machine does."""
+        self.beside = dict.fromkeys(PHASES, 0.0)
+        """Seconds of calls in other threads, while this one waits or does something else."""
+        self._thread = threading.get_ident()
         self._phases = ["rest"]
         self._since = time.perf_counter(), time.process_time()
 
@@ -57,6 +62,12 @@ class Clock:
         function: Callable[..., Any] = getattr(owner, name)
 
         def counted(*values: Any, **options: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                started = time.perf_counter()
+                try:
+                    return function(*values, **options)
+                finally:
+                    self.beside[phase] += time.perf_counter() - started
             self._switch()
             self._phases.append(phase)
             try:
@@ -69,7 +80,7 @@ class Clock:
 
     def stop(self) -> dict[str, dict[str, float]]:
         self._switch()
-        return {"seconds": self.seconds, "cpu_seconds": self.cpu_seconds}
+        return {"seconds": self.seconds, "cpu_seconds": self.cpu_seconds, "seconds_beside": self.beside}
 
 
 def measure_one(clients: int, way: str, options: argparse.Namespace) -> Record:
@@ -79,12 +90,13 @@ def measure_one(clients: int, way: str, options: argparse.Namespace) -> Record:
     from oneround import acts
     from oneround.config.load import change, load, parse_override
     from oneround.data import load_dataset
+    from oneround.files import BackgroundFlush
     from oneround.protocol import Broadcast, Upload
     from oneround.runs import pictures
     from oneround.runs.writer import RunWriter
     from oneround.server import loop, plan
     from oneround.simulate import run
-    from oneround.simulate.workers import Worker
+    from oneround.simulate.simulation import SimulatedClients
     from oneround.site import choose_device
 
     recipe = load("fafi", [
@@ -110,9 +122,9 @@ def measure_one(clients: int, way: str, options: argparse.Namespace) -> Record:
         torch.cuda.reset_peak_memory_stats()
     peak_before, clock = host_peak(), Clock()
     clock.count(plan, "deal", "partition")
-    clock.count(Worker, "train", "training")
-    clock.count(Worker, "train_group", "training")
+    clock.count(SimulatedClients, "collect", "training")
     clock.count(Upload, "write", "uploads")
+    clock.count(BackgroundFlush, "__exit__", "uploads")
     clock.count(loop, "score_uploads", "scoring")
     for rule in {type(rule) for rule in acts.rules_of(recipe)}:
         for name in ("fuse", "ready"):
