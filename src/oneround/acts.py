@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from oneround.data.augment import preprocessing
 from oneround.errors import ProtocolError, RecipeError, RunError, refused
 from oneround.fusion import Rule, rules
 from oneround.fusion.base import expert_of
+from oneround.fusion.feature_vote import class_sums
 from oneround.global_model import GlobalModel
 from oneround.mergenet import CompanionNetwork, check_companion
 from oneround.models import Single, initialise
@@ -34,7 +36,7 @@ from oneround.models.pretrained import load_weights
 from oneround.models.prototype import Layout, all_on_cpu, meta_network
 from oneround.privacy.disclosure import disclosed_counts, disclosed_history, disclosed_stop
 from oneround.protocol.encoding import as_received, bytes_of, encoded_layout, layout_of
-from oneround.protocol.messages import Broadcast, Shapes, Upload
+from oneround.protocol.messages import Broadcast, Shapes, Upload, UploadFolder
 from oneround.seeds import generator
 from oneround.site import Site
 from oneround.training import Emit, Learner, Trainer, silent
@@ -44,6 +46,7 @@ from oneround.training.batched_loop import Group
 from oneround.training.feature_sums import feature_sums
 from oneround.training.reference import make_reference
 from oneround.training.server_side import public_images
+from oneround.training.shared_base import SHARED
 
 
 def resolve(recipe: Recipe, data: Dataset) -> Recipe:
@@ -82,6 +85,8 @@ def prepare(
     net = initialise(recipe.encoder, shape[0], len(class_names), seed, recipe.model.head)
     if recipe.local.initial_weights:
         load_weights(recipe.local.initial_weights, net, "initial_weights")
+    if recipe.local.initial_features:
+        net.prototypes.data.copy_(_prototypes_from(recipe.local.initial_features, net.prototypes.data))
     if recipe.alignment is not None:
         extras["anchors"] = anchors.of(recipe.alignment.anchors).make(len(class_names), net.encoder.features, seed)
         if recipe.alignment.initial == "anchors":
@@ -95,6 +100,27 @@ def prepare(
         extras |= make_bank(recipe.bank, broadcast, server, emit) if recipe.bank else {}
         extras |= make_reference(recipe.reference, broadcast, server, emit) if recipe.reference else {}
     return replace(broadcast, extras=extras)
+
+
+def _prototypes_from(run: Path, prototypes: Tensor) -> Tensor:
+    """Prototypes in the direction of the features that the clients of an earlier run uploaded, as long as they were."""
+    key = f"local.initial_features = {run}"
+    broadcast_file, paths = run / "broadcast.safetensors", sorted((run / "uploads").glob("*.safetensors"))
+    if not broadcast_file.is_file() or not paths:
+        raise RecipeError(f"{key}: no finished run (its broadcast and uploads/ are needed)")
+    broadcast = Broadcast.read(broadcast_file)
+    if "features" not in statistics_of(broadcast):
+        raise RecipeError(
+            f"{key}: its clients uploaded no features; run it with feature-vote in fusion (fafi+features)"
+        )
+    directions = class_sums(UploadFolder(paths, broadcast, statistics_of(broadcast)))
+    if directions.shape != prototypes.shape:
+        raise RecipeError(
+            f"{key}: has {len(directions)} classes of {directions.shape[1]} features, this recipe {len(prototypes)} of {prototypes.shape[1]}; "
+            "take a run on the same classes with the same encoder"
+        )
+    known = directions.norm(dim=1, keepdim=True) > 0
+    return torch.where(known, F.normalize(directions, dim=1) * prototypes.norm(dim=1, keepdim=True), prototypes)
 
 
 def _feature_extras(recipe: Recipe, shape: Shape, server: Site) -> dict[str, Tensor]:
@@ -347,5 +373,7 @@ def _measure(learner: Learner, broadcast: Broadcast) -> dict[str, Tensor]:
         logits, labels = net.classify(features_of(validation)), validation.labels.to(device)
     measured: dict[str, Tensor] = {}
     for rule in rules_of(broadcast.recipe):
+        if learner.depth is not None and SHARED in rule.statistics(broadcast.classes, unit.shape[1]):
+            measured[SHARED] = torch.tensor(learner.depth)
         measured |= rule.measure(unit, data.labels, broadcast.classes) | rule.judge(logits, labels, broadcast.classes)
     return {name: value.float().cpu().contiguous() for name, value in measured.items()}

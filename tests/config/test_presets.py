@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ def test_a_preset_trains_a_client_that_uploads_nothing_but_the_network(name: str
     preset = load(name)
     own = {"fusion": preset.plain()["fusion"]} if preset.model.head == "linear" else {}
     beside = {"companion__teacher__encoder": {"kind": "cnn", "width": 4}} if preset.companion else {}
-    broadcast = broadcast_of(digits, name, 2, **own, **beside)
+    broadcast = replace(broadcast_of(digits, name, 2, **own, **beside), depths={"site": 1} if preset.share else {})
     upload = acts.train(broadcast, Site("site", few(digits, 3, 40)))
     assert upload.weights.keys() == broadcast.weights.keys()
     assert all(np.isfinite(series(upload, "loss")))

@@ -18,7 +18,7 @@ from oneround.data import Dataset
 from oneround.errors import RecipeError
 from oneround.fusion import rules
 from oneround.fusion.average import average_weights
-from oneround.fusion.split import SplitExperts, shared_blocks, similarity
+from oneround.fusion.split import SplitExperts
 from oneround.global_model import GlobalModel
 from oneround.models.blocks import blocks
 from oneround.models.prototype import build
@@ -27,6 +27,7 @@ from oneround.report import report
 from oneround.runs.folder import RunFolder
 from oneround.simulate import run
 from oneround.site import Site
+from oneround.training.shared_base import shared_blocks, similarity
 
 
 def test_alike_is_one_minus_the_distance_of_labels() -> None:

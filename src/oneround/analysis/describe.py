@@ -17,6 +17,7 @@ from oneround.fusion.ridge import Ridge
 
 HIDES = "masks hide each client's sums and class counts: the server sees only their total over all clients, which is all it needs"
 MASKED = "that it took part; its sums and class counts only within the total over all clients"
+HISTOGRAMS = "an exchange of class histograms before the broadcast (a number per class and site)"
 KEYS = "an exchange of public keys before the broadcast (32 bytes a site), and every site's upload: masks cancel only in the sum of all"
 
 
@@ -62,6 +63,8 @@ class Method:
             needs.append("public images")
         if self.recipe.alignment and self.recipe.alignment.schedule.needs.other_clients:
             needs.append("the other clients every epoch (simulation only)")
+        if self.recipe.share and self.recipe.share.surveyed:
+            needs.append(HISTOGRAMS)
         return needs + ([KEYS] if self.recipe.secure else [])
 
     @property
@@ -78,6 +81,8 @@ class Method:
             revealed.append("class counts" if counts else "its number of samples")
         if self.recipe.trains:
             revealed[-1] += f", {measured}"
+        if self.recipe.share and not self.recipe.share.surveyed:
+            revealed.append("how many blocks it shares, which follows from the entropy of its labels")
         disclosing = [
             *acts.rules_of(self.recipe),
             *([Ridge()] if self.recipe.sums else []),

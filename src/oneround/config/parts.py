@@ -73,6 +73,8 @@ class Needs:
     """The section `bank` of the recipe."""
     reference: bool = False
     """The section `reference` of the recipe."""
+    share: bool = False
+    """The section `share` of the recipe."""
     teacher: bool = False
     """A teacher's outputs, which only the server has."""
 

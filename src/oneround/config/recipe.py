@@ -37,6 +37,7 @@ from oneround.config.sections import (
     Reveal,
     Safeguards,
     Seeds,
+    Share,
     Sums,
     Trace,
     Training,
@@ -52,6 +53,8 @@ ADDED: Mapping[str, Mapping[str, Any]] = {
 }
 """Keys by section that were added since, with their defaults. Those that have their default do not enter the digest: a recipe
 keeps the one it had."""
+ADDED_SECTIONS = ("share",)
+"""Sections that were added since; one that is not there does not enter the digest."""
 
 
 def current_name(key: str) -> str:
@@ -109,6 +112,8 @@ class Federated(Strict):
     """Default: none."""
     reference: Reference | None = None
     """Default: none. Needs public images unless its source is a prior."""
+    share: Share | None = None
+    """Default: none. A split between a shared base and a personal head, chosen before training."""
     companion: Companion | None = None
     """Default: none. A larger network that learns beside the client's on the same machine (`mergenet`)."""
     sums: Sums | None = None
@@ -182,6 +187,7 @@ class Federated(Strict):
                 yield f"objective.terms.{name}: needs bank; add bank: {{}} and public: 0.1"
             if term.needs.reference and self.reference is None:
                 yield f"objective.terms.{name}: needs reference; add reference: {{}} and public: 0.1"
+        yield from self._problems_of_a_shared_base()
         if self.queue is not None and not any(term.uses_queue for term in self.objective.terms.values()):
             yield "queue: no term uses it; add supervised-contrastive or bank-contrastive to objective.terms"
         if self.reveal.class_counts is not True and not self.secure:
@@ -192,7 +198,7 @@ class Federated(Strict):
         if self.sums is None:
             known = ", ".join(sorted(slot("term").kinds))
             yield f"objective.terms is empty: start from a preset (extends: fafi) or name terms ({known})"
-        for section in ("alignment", "bank", "queue", "reference", "companion"):
+        for section in ("alignment", "bank", "queue", "reference", "companion", "share"):
             if getattr(self, section) is not None:
                 yield f"{section}: objective.terms is empty, so there is no network it could help; name terms"
         for rule in self.fusion:
@@ -251,6 +257,20 @@ class Federated(Strict):
             yield f"{rounds}: stages are for a single round; leave objective.stages out, or set rounds: 1"
         if self.alignment is not None and self.alignment.schedule.needs.other_clients:
             yield f"{rounds}: alignment.schedule = {self.alignment.schedule.kind} is for one round; choose another"
+
+    def _problems_of_a_shared_base(self) -> Iterator[str]:
+        for rule in self.fusion:
+            if rule.needs.share and self.share is None:
+                yield f"fusion: {rule.kind} with chosen: declared needs a split that clients train under; add share: {{}}"
+        if self.share is None:
+            return
+        if self.share.hold == "frozen" and self.training.weight_decay:
+            yield f"training.weight_decay = {self.training.weight_decay:g}: would move frozen blocks (share.hold); set it to 0, or hold: pulled"
+        if self.share.surveyed and self.reveal.class_counts is False:
+            yield (
+                f"share.chosen = {self.share.chosen}: follows from class counts, and they are hidden (reveal.class_counts); send them with "
+                "noise ({epsilon: 1}), or set chosen: client"
+            )
 
     def _problems_of_a_linear_head(self) -> Iterator[str]:
         """A linear head excludes everything that compares features with prototypes."""
@@ -318,6 +338,9 @@ class Federated(Strict):
     def digest(self) -> str:
         """SHA-256 of the federated half; the local half does not enter. It has the form that version 0.1.0 gave it."""
         former, plain = {name: former for former, name in FORMER_NAMES.items()}, self.plain()
+        for section in ADDED_SECTIONS:
+            if plain[section] is None:
+                del plain[section]
         for section, keys in ADDED.items():
             for key, default in keys.items():
                 if plain[section] is not None and plain[section][key] == default:
@@ -344,6 +367,8 @@ class Local(Strict):
     """Folder with the data files, or the .npz file or image folder itself; default: the user's cache, filled by download."""
     initial_weights: LocalPath = None
     """A safetensors file to start from instead of random weights (server)."""
+    initial_features: LocalPath = None
+    """The folder of a finished run whose clients uploaded features (`feature-vote`): prototypes begin at their class means (server)."""
     teacher_weights: LocalPath = None
     """A safetensors file with the large network of `mergenet` and `taught`, instead of training it on public images (server)."""
     frozen_encoder: LocalPath = None

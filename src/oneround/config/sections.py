@@ -210,6 +210,23 @@ class Alignment(Strict):
         return self
 
 
+class Share(Strict):
+    """A split that clients train under: the first blocks of the network are a shared base, which training holds at the broadcast's."""
+
+    chosen: Literal["all", "each", "client"] = "all"
+    """Number of shared blocks: one for all or one for each client, by the server from class histograms that the sites send before
+    training; or by each client from its own labels."""
+    hold: Literal["pulled", "frozen"] = "pulled"
+    """Pull the shared blocks to the broadcast's weights w₀, or leave them as they are; norm statistics are the client's in any case."""
+    strength: Positive = 0.1
+    """μ of `pulled`: + μ/2·‖w − w₀‖²."""
+
+    @property
+    def surveyed(self) -> bool:
+        """Whether histograms are exchanged before training."""
+        return self.chosen != "client"
+
+
 class TeacherFeatures(Strict):
     """Base of sections whose features come from a teacher trained on the server's public images."""
 

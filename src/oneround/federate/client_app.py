@@ -65,6 +65,17 @@ def key(message: Message, context: Context) -> Message:
             return _refusal(message, site, error)
 
 
+@app.query("histogram")
+def histogram(message: Message, context: Context) -> Message:
+    """Answer with this site's class histogram, as the recipe discloses it; the same again when it is asked again."""
+    site = site_of(context.node_config)
+    with _logging(site):
+        try:
+            return _reply(message, site, {"histogram": _histogram(blob_of(message), site)})
+        except OneroundError as error:
+            return _refusal(message, site, error)
+
+
 @app.query("standing")
 def standing(message: Message, context: Context) -> Message:
     """Answer a ping. Sites reply in order, so an answer without a preceding upload tells the server that its instruction is lost."""
@@ -148,6 +159,22 @@ def _upload(raw: bytes, site: SiteFile) -> bytes:
         if recipe.rounds > 1:
             _remove_earlier_rounds(folder, broadcast)
     return packed
+
+
+def _histogram(raw: bytes, site: SiteFile) -> str:
+    """The site's class counts as JSON; kept, because noise drawn twice would say more."""
+    from oneround.privacy.disclosure import disclosed_counts
+    from oneround.protocol import Broadcast
+
+    kept = site.folder / hashlib.sha256(raw).hexdigest()[:16] / "histogram.json" if site.folder else None
+    if kept and kept.is_file():
+        return kept.read_text()
+    broadcast = Broadcast.unpack(raw)
+    counts = _images(broadcast, site)[0].class_counts(broadcast.classes)
+    text = json.dumps(disclosed_counts(counts, broadcast.recipe.reveal).tolist())
+    if kept:
+        write_durably(kept, text.encode())
+    return text
 
 
 def _remove_earlier_rounds(folder: Path, broadcast: Broadcast) -> None:

@@ -14,6 +14,7 @@ TRAIN = "train"
 COUNTED = "query.counted"
 STANDING = "query.standing"
 KEY = "query.key"
+HISTOGRAM = "query.histogram"
 
 
 def pack_message(fields: dict[str, str], blob: bytes = b"") -> RecordDict:

@@ -1,6 +1,7 @@
 """The ServerApp: in every round one broadcast down to each site and one upload up, checked and written when it arrives.
 
-For masked sums a survey comes first: the broadcast then has every site's public key. What happens to the uploads is in
+For masked sums a survey comes first: the broadcast then has every site's public key. For a split that is chosen before training
+one of class histograms does: the broadcast then has every site's number of shared blocks. What happens to the uploads is in
 server/loop.py, as in a simulation.
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
+from torch import Tensor
 
 from oneround.analysis.diagnosis.diagnose import LiveDiagnosis
 from oneround.analysis.diagnosis.rules import Finding
@@ -24,8 +26,9 @@ from oneround.config.recipe import Recipe
 from oneround.data import load_dataset
 from oneround.errors import OneroundError, ProtocolError, RecipeError
 from oneround.federate.exchange import Exchange, Pace
+from oneround.federate.histograms import Histograms
 from oneround.federate.intake import Ending, UploadIntake, Verdict
-from oneround.federate.messages import COUNTED, KEY, TRAIN, blob_of, pack_message
+from oneround.federate.messages import COUNTED, HISTOGRAM, KEY, TRAIN, blob_of, pack_message
 from oneround.federate.roster import Roster
 from oneround.federate.sites import OUTCOME
 from oneround.files import logging_to
@@ -107,6 +110,14 @@ class FlowerSites:
         survey.run()
         return replace(broadcast, roster=roster.complete_keys(self._ending(survey)))
 
+    def survey(self, broadcast: Broadcast) -> dict[str, Tensor]:
+        """Collect the class histograms of all sites; each is on disk before it counts."""
+        histograms = Histograms(self.folder, broadcast.classes, self.intake.participants, self.plan.num_sites)
+        log.info("waiting for %d of %d histograms", histograms.expected - len(histograms.counts), histograms.expected)
+        survey = HistogramSurvey(self.grid, self.pace, self.intake, histograms, broadcast, self.num_nodes)
+        survey.run()
+        return histograms.whole(self._ending(survey))
+
     def collect(self, broadcast: Broadcast, epoch: int) -> list[str]:
         if broadcast.context != self.intake.broadcast.context:
             self.intake.begin_round(broadcast)
@@ -180,6 +191,44 @@ class KeySurvey(Exchange):
         try:
             name, key = fields.get("name", ""), fields.get("key", "")
             self.roster.take(name, key, self.sender(node), self.names.get(node, ""))
+        except ProtocolError as error:
+            self.refusals[node] = str(error)
+            log.warning("%s", error)
+
+
+class HistogramSurvey(Exchange):
+    """Asks every site for its class histogram."""
+
+    kind = HISTOGRAM
+
+    def __init__(
+        self,
+        grid: Grid,
+        pace: Pace,
+        intake: UploadIntake,
+        histograms: Histograms,
+        broadcast: Broadcast,
+        num_nodes: int | None = None,
+    ) -> None:
+        super().__init__(grid, pace, num_nodes)
+        self.intake, self.histograms = intake, histograms
+        self.question = replace(broadcast, weights={}, extras={}).pack()
+        """The broadcast without its tensors: what a site needs to count its own images."""
+
+    def done(self) -> bool:
+        return self.histograms.complete or self.intake.overdue
+
+    def on_connect(self, node: int, name: str) -> None:
+        if name not in self.histograms.counts and self.intake.takes_part(name):
+            self.instruct(node)
+
+    def instruction(self) -> RecordDict:
+        return pack_message({}, self.question)
+
+    def on_reply(self, node: int, fields: dict[str, str], reply: Message) -> None:
+        try:
+            name, counts = fields.get("name", ""), fields.get("histogram", "")
+            self.histograms.take(name, counts, self.sender(node), self.names.get(node, ""))
         except ProtocolError as error:
             self.refusals[node] = str(error)
             log.warning("%s", error)

@@ -8,7 +8,7 @@ space. A vote counts for all n_kc images of the class, where only m_kc of them a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 import torch
@@ -19,7 +19,7 @@ from oneround.config.sections import Positive
 from oneround.fusion.base import EnsembleRule, rules
 from oneround.fusion.typicality_gated import MAX_NORM
 from oneround.models.inference import ExpertOutput, Totals
-from oneround.protocol.messages import Shapes
+from oneround.protocol.messages import Shapes, Upload
 
 NO_VOTE = -1e30  # the log of no vote
 
@@ -66,3 +66,9 @@ class FeatureVote(EnsembleRule):
 
     def scores(self, totals: Totals) -> Tensor:
         return totals["votes"]
+
+
+def class_sums(uploads: Iterable[Upload]) -> Tensor:
+    """Sum over all uploaded features of a class, each for as many images as it stands for (classes, features); 0 without any."""
+    statistics = (upload.statistics for upload in uploads)
+    return torch.stack([each["features"].sum(1) * each["features_weight"][:, None] for each in statistics]).sum(0)

@@ -8,11 +8,14 @@ rule. The number of shared blocks follows from the similarity of the label distr
 one number for all (`all`), one per client from its pairs (`each`), or from the client's own labels only (`client`:
 s_k = entropy / log C), when only blocks that every client shares are averaged. Averaging invalidates batch-norm statistics, so
 they can be measured again. The histograms are in the upload, so no exchange before training is needed.
+
+`declared`: the split was chosen before training and clients trained under it (the recipe's `share`); each declares in its upload how
+many blocks it shared, and no histogram is needed any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -30,10 +33,11 @@ from oneround.models.blocks import blocks
 from oneround.models.inference import Ensemble, Expert, Experts, Inference, Single, to_inference
 from oneround.models.prototype import PrototypeNet, build, network_from
 from oneround.protocol import Broadcast, Upload
+from oneround.protocol.messages import Shapes
 from oneround.site import Site
-from oneround.training.alignment.aligner import label_entropy
 from oneround.training.distillation import noise_images
 from oneround.training.server_side import public_images
+from oneround.training.shared_base import SHARED, shared_blocks
 
 NOISE_IMAGES = 512  # to measure batch-norm statistics on
 
@@ -42,8 +46,8 @@ NOISE_IMAGES = 512  # to measure batch-norm statistics on
 class Split(Rule):
     """Networks whose first blocks are averaged, more for similar label distributions, combined by another rule."""
 
-    chosen: Literal["all", "each", "client"] = "all"
-    """Number of shared blocks: one for all, one for each client, or the client's own choice."""
+    chosen: Literal["all", "each", "client", "declared"] = "all"
+    """Number of shared blocks: one for all, one for each client, the client's own choice, or what it trained under (`share`)."""
     inner: Annotated[RulePart, In("fusion")] = Field(default="iffi", validate_default=True)
     """The rule that combines the clients' outputs: one that keeps networks and needs no statistics."""
     align: Literal["none", "match", "procrustes"] = "none"
@@ -62,7 +66,18 @@ class Split(Rule):
 
     @property
     def needs(self) -> Needs:
-        return super().needs | self.inner.needs | Needs(class_counts=True, public=self.restate == "public")
+        declared = self.chosen == "declared"
+        own = Needs(class_counts=not declared, share=declared, public=self.restate == "public")
+        return super().needs | self.inner.needs | own
+
+    def statistics(self, classes: int, features: int) -> Shapes:
+        return {SHARED: ()} if self.chosen == "declared" else {}
+
+    def check_statistics(self, statistics: Mapping[str, Tensor]) -> None:
+        if SHARED in self.statistics(1, 1):
+            declared = float(statistics[SHARED])
+            if declared < 1 or declared != round(declared):
+                raise ValueError(f"{SHARED} counts blocks, at least one; {declared:g} was declared")
 
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
         inner = rules.of(self.inner)
@@ -83,31 +98,6 @@ class Split(Rule):
         return rules.of(self.inner).restore(saved)
 
 
-def similarity(counts: Tensor) -> Tensor:
-    """1 − √JSD₂ of every pair of label distributions; counts (clients, classes) → (clients, clients)."""
-    shares = counts.double() / counts.sum(1, keepdim=True)
-    middle = (shares[:, None] + shares) / 2
-    to_middle = (torch.xlogy(shares[:, None], shares[:, None]) - torch.xlogy(shares[:, None], middle)).sum(2)
-    divergence = (to_middle + to_middle.T) / 2 / torch.log(torch.tensor(2.0))
-    return 1 - divergence.clamp(min=0, max=1).sqrt()
-
-
-def shared_blocks(counts: Tensor, total: int, chosen: str) -> list[int]:
-    """Number of shared blocks of `total` for each client; counts (clients, classes)."""
-    clients = len(counts)
-    if chosen == "client":
-        scores = torch.tensor([label_entropy(own) for own in counts])
-    elif clients == 1:
-        scores = torch.ones(1)
-    else:
-        others = ~torch.eye(clients, dtype=torch.bool)
-        scores = similarity(counts)[others].view(clients, clients - 1).mean(1)
-    if chosen == "all":
-        scores = scores.mean().expand(clients)
-    shared = [min(max(round(float(score) * total), 1), total - 1) for score in scores]
-    return [min(shared)] * clients if chosen == "client" else shared
-
-
 class SplitExperts:
     """Clients' networks with a common base, built one at a time."""
 
@@ -115,8 +105,7 @@ class SplitExperts:
         self.uploads, self.broadcast, self.device = uploads, broadcast, server.device
         with torch.device("meta"):
             self.blocks = blocks(build(broadcast.recipe.encoder, broadcast.shape[0], broadcast.classes))
-        counts = torch.stack([upload.class_counts for upload in uploads])
-        self.shared = shared_blocks(counts, len(self.blocks), rule.chosen)
+        self.shared = _shared(rule, uploads, len(self.blocks))
         self.images = _images(rule, broadcast, server)
         self.means = self._means()
 
@@ -145,6 +134,13 @@ class SplitExperts:
                 mean, last = average_weights([self.uploads[number] for number in sharers]), sharers
             means.append({name: mean[name] for name in self.blocks[depth]})
         return means
+
+
+def _shared(rule: Split, uploads: Sequence[Upload], total: int) -> list[int]:
+    """Number of blocks that each client shares, of so many."""
+    if rule.chosen == "declared":
+        return [min(int(upload.statistics[SHARED]), total - 1) for upload in uploads]
+    return shared_blocks(torch.stack([upload.class_counts for upload in uploads]), total, rule.chosen)
 
 
 def _images(rule: Split, broadcast: Broadcast, server: Site) -> Images | None:

@@ -45,6 +45,8 @@ class Broadcast:
     """Number of the round that it starts, from 1."""
     roster: dict[str, str] = field(default_factory=dict)
     """For masked sums: the clients whose masks cancel together, each with its public key (empty in a simulation)."""
+    depths: dict[str, int] = field(default_factory=dict)
+    """Where the server chose a split before training: the clients with the number of blocks that each shares."""
     digest: str = ""
     """SHA-256 of the recipe's federated half as first written; every upload must carry it.
 
@@ -95,6 +97,8 @@ class Broadcast:
             "round": self.round,
             "roster": sorted(self.roster.items()),
         }
+        if self.depths:
+            manifest["depths"] = dict(sorted(self.depths.items()))
         return blob.pack("broadcast", prefixed(weights=self.weights, extras=self.extras), manifest)
 
     @staticmethod
@@ -128,7 +132,16 @@ class Broadcast:
         channels, height, width = manifest["shape"]
         names, shape = tuple(manifest["class_names"]), (channels, height, width)
         groups = split_by_prefix(tensors, "weights", "extras")
-        return Broadcast(recipe, names, shape, **groups, round=number, roster=dict(roster), digest=digest)
+        return Broadcast(
+            recipe,
+            names,
+            shape,
+            **groups,
+            round=number,
+            roster=dict(roster),
+            depths=manifest.get("depths", {}),
+            digest=digest,
+        )
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ class BroadcastManifest(Manifest):
     shape: Annotated[list[Int], Field(min_length=3, max_length=3)]
     round: Int
     roster: list[Annotated[list[Short], Field(min_length=2, max_length=2)]] = []
+    depths: dict[Short, Int] = {}
 
 
 class StateManifest(Manifest):

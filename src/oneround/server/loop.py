@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from oneround import acts
 from oneround.errors import (
@@ -38,6 +40,7 @@ from oneround.runs.writer import Facts, RunWriter, Snapshot
 from oneround.server.plan import DealtPlan, Plan
 from oneround.site import choose_device
 from oneround.training import Emit, silent
+from oneround.training.shared_base import depths_of
 
 log = logging.getLogger("oneround")
 SERVER_ERRORS = (OSError, MemoryError, torch.OutOfMemoryError, RecipeError, DataError, Interrupted, OutOfTime)
@@ -56,6 +59,9 @@ class Transport(Protocol):
 
     def agree(self, broadcast: Broadcast) -> Broadcast:
         """For masked sums: the broadcast with the sites' public keys."""
+
+    def survey(self, broadcast: Broadcast) -> dict[str, Tensor]:
+        """For a split chosen before training: the class histograms of all sites, as they disclose them."""
 
     def collect(self, broadcast: Broadcast, epoch: int) -> list[str]:
         """Write this round's uploads at the end of `epoch`, checked, to the run's folder; returns their clients, sorted."""
@@ -192,6 +198,11 @@ class ServerLoop:
         broadcast = Broadcast.read(self.folder.broadcast)
         if broadcast.recipe.secure and not broadcast.roster:
             self.transport.agree(broadcast).write(self.folder.broadcast)
+            broadcast = Broadcast.read(self.folder.broadcast)
+        share = broadcast.recipe.share
+        if share is not None and share.surveyed and not broadcast.depths:
+            depths = depths_of(broadcast.recipe, broadcast.shape[0], self.transport.survey(broadcast))
+            replace(broadcast, depths=depths).write(self.folder.broadcast)
             broadcast = Broadcast.read(self.folder.broadcast)
         if broadcast.round > 1:
             for path in sorted((self.folder.path / "uploads").glob("*.safetensors")):

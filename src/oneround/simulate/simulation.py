@@ -19,11 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from oneround import acts
 from oneround.config.recipe import Recipe
 from oneround.data import Dataset, load_dataset
 from oneround.errors import Interrupted, OutOfTime, RecipeError, RunError
 from oneround.files import BackgroundFlush, logging_to
+from oneround.privacy.disclosure import disclosed_counts
 from oneround.processes import load_workers
 from oneround.protocol import Broadcast, Upload, UploadFolder, blob
 from oneround.runs.folder import RunFolder
@@ -154,6 +158,13 @@ class SimulatedClients:
     def agree(self, broadcast: Broadcast) -> Broadcast:
         """A simulation has no keys: the roster has names only."""
         return replace(broadcast, roster=dict.fromkeys(self.plan.clients, ""))
+
+    def survey(self, broadcast: Broadcast) -> dict[str, Tensor]:
+        counts = torch.from_numpy(self.plan.split.counts)
+        return {
+            name: disclosed_counts(counts[number], broadcast.recipe.reveal)
+            for name, number in self.plan.clients.items()
+        }
 
     def discard(self, client: str) -> None:
         raise RunError(f"{client}: its upload cannot be fused")

@@ -32,6 +32,7 @@ from oneround.training.alignment.aligner import instability_threshold
 from oneround.training.batched_step import BatchedStepper
 from oneround.training.batches import batches
 from oneround.training.idle import IdleStates, State, write_state
+from oneround.training.shared_base import SHARED, depth_of
 from oneround.training.step import ClientState, Stepper, recording
 
 log = logging.getLogger("oneround")
@@ -112,6 +113,11 @@ class Learner:
         self._ahead: tuple[int, list[tuple[Tensor, Tensor]]] | None = None
         """The batches of an epoch (from 0) that were drawn while the device was busy with the one before."""
         self.state.begin_client(self.counts)
+        self.depth = depth_of(broadcast, site.name, self.counts)
+        """Number of blocks it shares; None where the recipe has no split to train under."""
+        if self.depth is not None:
+            assert self.stepper.shared_base is not None
+            self.stepper.shared_base.begin(self.depth)
         self._resume()
         self._saved = time.monotonic()
 
@@ -221,7 +227,8 @@ class Learner:
         metrics: dict[str, Any] = {"epoch": self.epoch + 1, "steps": steps, "learning_rate": rate, **means}
         if gradients is not None:
             metrics["gradients"] = gradients
-        return {**metrics, "classes_seen": int((self.counts > 0).sum()), **alignment, "seconds": seconds}
+        shared = {} if self.depth is None else {SHARED: self.depth}
+        return {**metrics, "classes_seen": int((self.counts > 0).sum()), **shared, **alignment, "seconds": seconds}
 
     def _draw_batches(self, epoch: int) -> list[tuple[Tensor, Tensor]]:
         """Sample indices and random numbers of every batch of an epoch on the device, all views of a batch in one pass."""

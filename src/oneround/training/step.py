@@ -33,6 +33,7 @@ from oneround.training import objective, trace
 from oneround.training.alignment.aligner import Aligner
 from oneround.training.feature_queue import FeatureQueue
 from oneround.training.sgd import SGD
+from oneround.training.shared_base import SharedBase
 
 log = logging.getLogger("oneround")
 WARM_UP = 3  # eager steps before the first is recorded
@@ -126,6 +127,7 @@ class Stepper(ClientState):
         self.shape, self.teacher = broadcast.shape, teacher
         net = self._build(broadcast)
         self.net: PrototypeNet = net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.shared_base = SharedBase(self.net, recipe.share) if recipe.share else None
         self.encode: Callable[[Tensor], Tensor] = self.net.encoder
         if site.local.compile:
             self.encode = torch.compile(self.net.encoder, dynamic=False)
@@ -194,6 +196,8 @@ class Stepper(ClientState):
             self._sent = broadcast
             self._weights = {name: value.to(self.device) for name, value in broadcast.weights.items()}
         self.net.load_state_dict(self._weights)
+        if self.shared_base is not None:
+            self.shared_base.bind(self._weights)
         self._bind_extras(broadcast)
 
     def _bind_extras(self, broadcast: Broadcast) -> None:
