@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conftest import small_recipe
 from grids import only
-from oneround.analysis.comparison import compare
+from oneround.analysis.comparison import compare, of_methods
 from oneround.analysis.sheets import render
 from oneround.analysis.tables import (
     anchors_sheet,
+    costs_sheet,
     goals_sheet,
     gradients_sheet,
     lambda_sheets,
@@ -23,8 +25,11 @@ from oneround.analysis.tables import (
     peaks_sheet,
     rounds_sheet,
 )
+from oneround.data import Dataset
 from oneround.errors import RecipeError
-from oneround.runs.archive import find_runs
+from oneround.formatting import format_bytes
+from oneround.runs.archive import find_runs, keep
+from oneround.simulate import run
 
 
 def test_one_method_alone_is_compared_with_nothing(grid: Path) -> None:
@@ -84,12 +89,12 @@ def test_where_prototypes_end_is_a_table(grid: Path) -> None:
     runs = [each for entry in group.entries for each in entry.runs if each.method == "etf-entropy"]
     rows = anchors_sheet(group).rows
     assert len(rows) == len(runs) > 0
-    for row, run in zip(rows, runs, strict=True):
+    for row, each in zip(rows, runs, strict=True):
         for cell, name in ((row[2], "anchor_cosine"), (row[4], "prototype_norm"), (row[5], "align")):
-            ends = [np.mean([trace[end(trace)] for trace in run.trace(name).values()]) for end in (min, max)]
+            ends = [np.mean([trace[end(trace)] for trace in each.trace(name).values()]) for end in (min, max)]
             assert cell == " → ".join(f"{value:.3f}" for value in ends)
-        assert row[3] == f"{min(trace[max(trace)] for trace in run.trace('anchor_cosine').values()):.3f}"
-        assert row[6] == f"{100 * run.accuracy['iffi']:.1f}"
+        assert row[3] == f"{min(trace[max(trace)] for trace in each.trace('anchor_cosine').values()):.3f}"
+        assert row[6] == f"{100 * each.accuracy['iffi']:.1f}"
     with pytest.raises(RecipeError, match="traced where its prototypes are"):
         anchors_sheet(only(compare(find_runs([grid]), only=["fafi"])))
 
@@ -126,3 +131,43 @@ def test_growth_is_the_last_epoch_over_the_first_of_any_client(grid: Path) -> No
     }
     runs = [replace(each, measurements=replace(each.measurements, epochs=epochs)) for each in find_runs([grid])]
     assert {tuple(row[2:4]) for row in peaks_sheet(only(compare(runs))).rows} == {("100 → 200", "× 50")}
+
+
+def test_accuracy_and_its_price_of_runs_in_any_setting(digits: Dataset, tmp_path: Path) -> None:
+    one_machine = small_recipe(
+        "fedavg", partition__clients=1, rounds=1, training__schedule="constant", training__milestones=[]
+    )
+    rounds = small_recipe(
+        "fedavg",
+        partition__clients=3,
+        rounds=2,
+        local__workers=1,
+        training__schedule="constant",
+        training__milestones=[],
+    )
+    for name, recipe in (
+        ("single", one_machine),
+        ("rounds", rounds),
+        ("plain", small_recipe(partition__clients=3, local__workers=1)),
+    ):
+        run(recipe, tmp_path / name, data=digits)
+    runs = find_runs([tmp_path])
+    keep(runs, tmp_path / "kept.json")
+    for found in (runs, find_runs([tmp_path / "kept.json"])):
+        sheet = costs_sheet(found)
+        rows = {(row[0], row[1]): row for row in sheet.rows}
+        assert {key: row[3] for key, row in rows.items()} == {
+            ("fedavg", "3"): "2 × 1", ("fedavg", "1"): "1 × 1", ("fafi", "3"): "1 × 1",
+        }  # fmt: skip
+        result = json.loads((tmp_path / "rounds" / "result.json").read_text())
+        row, score = rows["fedavg", "3"], next(iter(result["rules"].values()))
+        assert row[4:7] == [f"{100 * score['accuracy']:.1f}", f"{100 * score['top5']:.1f}", f"{score['loss']:.3f}"]
+        assert row[7:9] == [format_bytes(result["bytes_down"]), format_bytes(result["bytes_up"])]
+        assert float(row[9]) >= 0
+        (own,) = [each for each in sheet.data if each["clients"] == 1]
+        assert own["bytes_up"] == sum(
+            each["up"] for each in json.loads((tmp_path / "single" / "result.json").read_text())["traffic"].values()
+        )
+    assert [row[0] for row in costs_sheet(of_methods(runs, ["v4"])).rows] == ["fafi"]
+    with pytest.raises(RecipeError, match=r"--method v9: not among what is compared \(fafi, fedavg\)|fedavg, fafi"):
+        of_methods(runs, ["v9"])

@@ -158,7 +158,7 @@ def test_a_fused_network_that_is_worse_by_too_much_is_not_sent(
 def test_a_fused_network_is_sent_unless_it_is_worse_by_more_than_the_margin(
     digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused: float, sent: bool
 ) -> None:
-    judged = iter([fused, 0.5])
+    judged = iter([fused, 0.5, 0.9])  # the fused network, the average, the teacher
     monkeypatch.setattr(merged, "accuracy", lambda *_: next(judged))
     run(federated(rounds=3, more={"accept_if": 0.02}), tmp_path, data=digits)
     event = next(event for event in fusions(tmp_path) if event["round"] == 2)

@@ -12,9 +12,11 @@ import torch
 from oneround import acts
 from oneround.data import Dataset
 from oneround.errors import ProtocolError, RecipeError, RunError
+from oneround.fusion import rules
 from oneround.mergenet.teacher import Teacher, layout_of, network_of, teacher_recipe
 from oneround.models.encoders import encoders
 from oneround.models.prototype import initialise
+from oneround.protocol import Broadcast
 from oneround.simulate import run
 from teacher_runs import (
     TEACHER,
@@ -55,6 +57,40 @@ def test_a_teacher_without_its_classifier_is_refused(
     with pytest.raises(ProtocolError, match=text):
         run(federated(rounds=2, more=more, **here), tmp_path / "run", data=digits)
     assert nothing_trained(tmp_path / "run")
+
+
+@pytest.mark.parametrize("control", ["zero", "random"])
+def test_a_control_stands_in_for_the_teacher_and_knows_nothing(digits: Dataset, tmp_path: Path, control: str) -> None:
+    plain = federated(more={"teacher": {**TEACHER, "epochs": 20}})
+    stand_in = federated(more={"teacher": {**TEACHER, "epochs": 20, "control": control}})
+    run(plain, tmp_path / "teacher", data=digits)
+    run(stand_in, tmp_path / "control", data=digits)
+    known, blank = (
+        [event for event in fusions(tmp_path / name) if event.get("accepted")] for name in ("teacher", "control")
+    )
+    assert (
+        min(event["teacher_validation"] for event in known)
+        > 0.5
+        > 0.3
+        > max(event["teacher_validation"] for event in blank)
+    )
+    assert all((event["by_teacher"] == 0) == (control == "zero") for event in blank) and known[0]["by_teacher"] > 0
+    weights = safetensors.torch.load_file(next((tmp_path / "control" / "server").rglob("teacher.safetensors")))
+    begun = network_of(
+        Teacher.model_validate(TEACHER), Broadcast.read(tmp_path / "control" / "broadcast.safetensors")
+    ).weights()
+    for name, value in weights.items():
+        assert torch.equal(value, begun[name]) if control == "random" or value.dim() < 2 else not value.any()
+    assert not any("public images" in line for line in (tmp_path / "control" / "run.log").read_text().splitlines())
+
+
+def test_a_control_takes_no_file_and_no_lessons() -> None:
+    for other in ("from_file", "learns_on"):
+        with pytest.raises(RecipeError, match=f"control = zero: stands in .*; leave {other} out, or control"):
+            federated(more={"teacher": {**TEACHER, other: True, "control": "zero"}})
+    assert federated().digest == federated(more={"teacher": {**TEACHER, "control": "none"}}).digest
+    assert federated().digest != federated(more={"teacher": {**TEACHER, "control": "zero"}}).digest
+    assert not rules.of(federated(more={"teacher": {**TEACHER, "control": "zero"}}).fusion[0]).needs.public
 
 
 @pytest.mark.parametrize(("rounds", "fused"), [(5, [3]), (6, [3, 5])])  # nothing is fused after the last round

@@ -127,6 +127,19 @@ def _matches(option: str, name: str, entries: Mapping[str, Sequence[Entry]], *, 
     return matches
 
 
+def of_methods(runs: Sequence[RunRecord], names: Sequence[str]) -> list[RunRecord]:
+    """The runs of these methods, presets or aliases, in whatever setting; all runs for no name. RecipeError where there is none."""
+    aliases = {raw.get("about", {}).get("alias"): preset for preset, raw in presets().items()}
+    methods = list(dict.fromkeys(run.method for run in runs))
+    for name in names:
+        if aliases.get(name, name) not in methods:
+            raise RecipeError(
+                f"--method {name}: not among what is compared{did_you_mean(name, methods)} ({', '.join(methods)})"
+            )
+    chosen = {aliases.get(name, name) for name in names} or set(methods)
+    return [run for run in runs if run.method in chosen]
+
+
 def grouped(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
     """Items by their key, in their original order."""
     groups: dict[str, list[T]] = {}

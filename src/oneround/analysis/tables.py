@@ -3,7 +3,7 @@ gradient cosines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -11,7 +11,7 @@ from oneround.analysis.comparison import Entry, Group
 from oneround.analysis.sheets import VERDICT, Sheet
 from oneround.analysis.statistics import Comparison
 from oneround.errors import RecipeError
-from oneround.formatting import plural
+from oneround.formatting import format_bytes, plural
 from oneround.runs.log import Curves
 from oneround.runs.record import RunRecord
 
@@ -140,6 +140,43 @@ def anchors_sheet(group: Group) -> Sheet:
 def _first_and_last(traces: Curves) -> str:
     """`0.012 → 0.950`: means over clients after the first and the last epoch; empty where nothing was measured."""
     return " → ".join(f"{fmean(trace[end(trace)] for trace in traces.values()):.3f}" for end in (min, max) if traces)
+
+
+def costs_sheet(runs: Sequence[RunRecord]) -> Sheet:
+    """Methods in any setting, on one machine or on many: accuracy, top-5, loss, bytes of all clients and seconds; means over runs."""
+    heads = ["method", "clients", "runs", "rounds × epochs", "accuracy %", "top-5 %", "loss", "down", "up", "seconds"]
+    forms: dict[str, Callable[[float], str]] = {
+        "top5": lambda share: f"{100 * share:.1f}", "loss": lambda loss: f"{loss:.3f}", "bytes_down": format_bytes,
+        "bytes_up": format_bytes, "seconds": lambda seconds: f"{seconds:.0f}",
+    }  # fmt: skip
+    rows, data = [], []
+    for (method, clients), same in _alike(runs).items():
+        costs = [run.costs for run in same]
+        known = {name: fmean(each[name] for each in costs) for name in forms if all(name in each for each in costs)}
+        accuracy = fmean(run.accuracy[run.main_rule] for run in same)
+        trained = f"{same[0].keys.get('rounds', 1)} × {same[0].keys.get('training.epochs', 1)}"
+        shown = [form(known[name]) if name in known else "" for name, form in forms.items()]
+        rows.append([method, str(clients), str(len(same)), trained, f"{100 * accuracy:.1f}", *shown])
+        data.append({"method": method, "clients": clients, "runs": len(same), "accuracy": accuracy, **known})
+    devices = sorted({str(run.measured_on["device"]) for run in runs if run.measured_on})
+    note = (
+        "on test images, by the rule that makes each run's model; means over runs, which are not paired: partitions and numbers of clients "
+        "differ; bytes: of all clients in all rounds (one client is one machine, where nothing has to be sent); seconds: with scoring"
+    )
+    return Sheet(
+        "Accuracy and its price", heads, rows, [note, *([f"measured on {', '.join(devices)}"] if devices else [])], data
+    )
+
+
+def _alike(runs: Sequence[RunRecord]) -> dict[tuple[str, int], list[RunRecord]]:
+    """Runs by method (and its rule, where runs of a method have several) and number of clients."""
+    rules = {(run.method, run.main_rule) for run in runs}
+    groups: dict[tuple[str, int], list[RunRecord]] = {}
+    for run in runs:
+        several = sum(method == run.method for method, _ in rules) > 1
+        name = f"{run.method} · {run.main_rule}" if several else run.method
+        groups.setdefault((name, int(run.keys.get("partition.clients") or len(run.local_accuracy))), []).append(run)
+    return groups
 
 
 def goals_sheet(group: Group, goals: Sequence[float]) -> Sheet:

@@ -37,7 +37,7 @@ def compare(
     baseline: Annotated[str | None, typer.Option("--baseline", help="Method the others are compared with; otherwise the first.")] = None,
     rule: Annotated[str | None, typer.Option("--rule", help="A fusion rule, or all; otherwise the one that makes each run's model.")] = None,
     methods: Annotated[list[str] | None, typer.Option("--method", help="Only this method; may be given several times.", metavar="NAME")] = None,
-    layout: Annotated[Literal["methods", "rounds", "lambda", "peaks", "anchors", "goals", "gradients"], typer.Option("--layout", help="methods; rounds × methods; λ per client and round; peak and final accuracy; prototypes seen from their anchors; epochs to each accuracy; cosines between gradients.")] = "methods",
+    layout: Annotated[Literal["methods", "rounds", "lambda", "peaks", "anchors", "goals", "gradients", "costs"], typer.Option("--layout", help="methods; rounds × methods; λ per client and round; peak and final accuracy; prototypes seen from their anchors; epochs to each accuracy; cosines between gradients; top-5, loss, bytes and seconds of runs in any setting.")] = "methods",
     every: Annotated[int, typer.Option("--every", min=1, help="Show every so many epochs (rounds, lambda).")] = 1,
     goals: Annotated[list[float] | None, typer.Option("--goal", min=0, max=100, callback=finite, help="An accuracy in % for --layout goals; may be given several times.")] = None,
     interest: InterestOption = 1.0,
@@ -48,6 +48,7 @@ def compare(
     """Say which method is better and whether the difference is real: paired by partition, tested, in words."""
     from oneround.analysis import tables
     from oneround.analysis.comparison import compare as compare_runs
+    from oneround.analysis.comparison import of_methods
     from oneround.analysis.sheets import SUFFIXES, render
     from oneround.files import write_durably
     from oneround.runs.archive import find_runs, keep
@@ -64,8 +65,11 @@ def compare(
         "gradients": lambda group: [tables.gradients_sheet(group)],
     }
     records = find_runs(runs)
-    groups = compare_runs(records, baseline, rule, common=common, only=methods or ())
-    sheets = [sheet for group in groups for sheet in makers[layout](group)]
+    if layout == "costs":
+        sheets: list[Sheet] = [tables.costs_sheet(of_methods(records, methods or ()))]
+    else:
+        groups = compare_runs(records, baseline, rule, common=common, only=methods or ())
+        sheets = [sheet for group in groups for sheet in makers[layout](group)]
     if not sheets:
         raise RecipeError("none of these runs has a λ (alignment); --layout methods or rounds")
     if record is not None:

@@ -36,8 +36,9 @@ from oneround.mergenet import (
     not_finite,
     teacher_of,
 )
-from oneround.models import Inference
-from oneround.models.prototype import all_on_cpu
+from oneround.models import Inference, Single
+from oneround.models.inference import to_inference
+from oneround.models.prototype import all_on_cpu, network_from
 from oneround.protocol import Broadcast, Upload
 from oneround.site import Site
 from oneround.training.server_side import read_state, write_state
@@ -102,13 +103,20 @@ class MergeNet(Average):
         sent = averaged
         if due:
             fused = all_on_cpu(fused)
-            if self._accepts(fused, averaged, broadcast, server, facts):
+            if self._accepts(fused, averaged, teacher, broadcast, server, facts):
                 sent = fused
             if (first := broadcast.recipe.fusion[0]) != self:
                 facts |= {"accepted": False, "reason": f"only scored: {first.label} comes first in fusion and goes out"}
         write_state(self._state_path(server, number), "adapter", merger.state(), broadcast)
         self._state_path(server, number - 2).unlink(missing_ok=True)
         return single(sent, broadcast, server, facts)
+
+    def _teacher_accuracy(
+        self, teacher: dict[str, Tensor], broadcast: Broadcast, server: Site, images: Images
+    ) -> float:
+        """Whether it knows more than the students."""
+        net = network_from(self.teacher.encoder, broadcast.shape[0], broadcast.classes, teacher)
+        return accuracy(to_inference(Single(net), server.device), images, broadcast.recipe, server.device)
 
     def _state_path(self, server: Site, number: int) -> Path:
         """Path of the adapter's state after a round; rules with other options have files of their own."""
@@ -118,6 +126,7 @@ class MergeNet(Average):
         self,
         fused: dict[str, Tensor],
         averaged: dict[str, Tensor],
+        teacher: dict[str, Tensor],
         broadcast: Broadcast,
         server: Site,
         facts: dict[str, Any],
@@ -131,6 +140,7 @@ class MergeNet(Average):
                 for weights in (fused, averaged)
             )
             facts |= {"fused_validation": fused_accuracy, "average_validation": average_accuracy}
+            facts["teacher_validation"] = self._teacher_accuracy(teacher, broadcast, server, server.validation)
             if self.accept_if is not None and fused_accuracy < average_accuracy - self.accept_if:
                 facts["reason"] = f"{fused_accuracy:.4f} on validation images, the average {average_accuracy:.4f}"
         elif self.accept_if is not None:

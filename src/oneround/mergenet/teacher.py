@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor
 
 from oneround.config.recipe import Federated, Local
@@ -37,10 +39,27 @@ class Teacher(LargerNetwork):
     batch_size: Count = 128
     learns_on: bool = False
     """Train it on public images for one more epoch before every fusion."""
+    control: Literal["none", "zero", "random"] = "none"
+    """In the teacher's place, to see what its knowledge is worth: zeros, or its network as it is initialised."""
+
+    @model_validator(mode="after")
+    def _control_learns_nothing(self) -> Teacher:
+        if self.control != "none" and (self.from_file or self.learns_on):
+            other = "from_file" if self.from_file else "learns_on"
+            raise ValueError(
+                f"control = {self.control}: stands in for a teacher that knows something; leave {other} out, or control"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without `control` where there is none: recipes of before keep their digest, and runs their folders of state."""
+        plain: dict[str, Any] = write(self)
+        return {key: value for key, value in plain.items() if (key, value) != ("control", "none")}
 
     @property
     def needs_public(self) -> bool:
-        return self.learns_on or not self.from_file
+        return self.control == "none" and (self.learns_on or not self.from_file)
 
     def check(self, broadcast: Broadcast, local: Local) -> None:
         """Refuse, before training, a file that is missing, unused or of another network."""
@@ -71,6 +90,8 @@ def teacher_of(options: Teacher, broadcast: Broadcast, server: Site, fusion: int
     if not path(0).is_file():
         if options.from_file:
             weights = _from_file(options, broadcast, server.local)
+        elif options.control != "none":
+            weights = _control(options, broadcast)
         else:
             weights = trained(network_of(options, broadcast).weights(), options.epochs, "teacher")
         write_state(path(0), "teacher", weights, broadcast)
@@ -106,6 +127,14 @@ def _from_file(options: Teacher, broadcast: Broadcast, local: Local) -> dict[str
     net = network_of(options, broadcast)
     load_weights(local.teacher_weights, net, "teacher_weights", whole=True)
     return net.weights()
+
+
+def _control(options: Teacher, broadcast: Broadcast) -> dict[str, Tensor]:
+    """Weights that know nothing of the task; norm statistics stay, so that a network of zeros has finite outputs."""
+    weights = network_of(options, broadcast).weights()
+    if options.control == "zero":
+        weights = {name: torch.zeros_like(value) if value.dim() > 1 else value for name, value in weights.items()}
+    return weights
 
 
 def teacher_recipe(recipe: Federated, options: LargerNetwork, epochs: int, batch_size: int) -> Federated:

@@ -59,7 +59,11 @@ def rounds(record: RunRecord) -> Html:
 
 SENT = {None: "the average", True: "fused", False: "not the fused one"}
 BETWEEN: list[tuple[str, dict[str, str], str]] = [
-    ("on validation images", {"fused_validation": "fused", "average_validation": "the average"}, "accuracy, %"),
+    (
+        "on validation images",
+        {"fused_validation": "fused", "average_validation": "the average", "teacher_validation": "the teacher"},
+        "accuracy, %",
+    ),
     ("adapter error", {"error": "‖W_out − W_final‖ / ‖W_final‖"}, "relative distance"),
     ("relative change of the student", {"changed": "total", "by_teacher": "due to the teacher"}, "relative distance"),
     ("adapter updates", {"gradient_norm": "gradient norm", "adapter_moved": "step length"}, "norm"),

@@ -109,6 +109,7 @@ def _pack(run: RunRecord) -> dict[str, Any]:
         "keys": dict(run.keys),
         "rules": run.accuracy,
         "clients": run.local_accuracy,
+        "costs": {name: value for name, value in run.costs.items() if name != "seconds"},
         "curves": run.curves,
         "validation": run.validation,
         "partition": run.partition_digest,
@@ -125,6 +126,10 @@ def _unpack(plain: Mapping[str, Any], path: Path) -> RunRecord:
     result = {key: plain[key] for key in ("partition", "remarks")} | {
         key: {name: {"accuracy": value} for name, value in plain[key].items()} for key in ("rules", "clients")
     }
+    costs = plain.get("costs", {})  # records of before have none
+    for score in list(result["rules"].values())[:1]:
+        score |= {name: costs[name] for name in ("top5", "loss") if name in costs}
+    result |= {name: costs[name] for name in ("bytes_down", "bytes_up") if name in costs}
     where = plain["where"]
     return RunRecord(
         path,

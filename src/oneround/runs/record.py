@@ -135,6 +135,17 @@ class RunRecord:
         return self._final("rules", self.curves)
 
     @property
+    def costs(self) -> dict[str, float]:
+        """What the run took and what else its first rule's model scored: `top5` and `loss` on test images, `bytes_down` and `bytes_up` of all
+        clients, `seconds`; what is not known is left out."""
+        result = self.result or {}
+        score: Mapping[str, float] = next(iter(result.get("rules", {}).values()), {})
+        sizes = {name: result[name] for name in ("bytes_down", "bytes_up") if name in result}
+        known = {name: score[name] for name in ("top5", "loss") if name in score} | sizes
+        elapsed = self.measurements.elapsed
+        return known | ({"seconds": elapsed[max(elapsed)]} if elapsed else {})
+
+    @property
     def local_accuracy(self) -> dict[str, float]:
         """Test accuracy of every client's own model, in the result or, before that exists, in the last snapshot."""
         return self._final("clients", self.measurements.local_accuracy)
