@@ -93,7 +93,9 @@ def test_histograms_are_kept_over_a_restart(histograms: Histograms, tmp_path: Pa
     again = Histograms(RunFolder(tmp_path), 3, ["a", "b"], 2)
     assert again.counts == {"b": [1, 0, 4]} and not again.complete
     ending = Ending("the deadline of 3 s passed", "start the server again")
-    with pytest.raises(RunError, match="1 of 2 histograms when the deadline of 3 s passed; they are kept: start the server"):
+    with pytest.raises(
+        RunError, match="1 of 2 histograms when the deadline of 3 s passed; they are kept: start the server"
+    ):
         again.whole(ending)
     again.take("a", "[0, 2, 0]", "node 2")
     whole: dict[str, Tensor] = again.whole(ending)
