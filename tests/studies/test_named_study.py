@@ -15,7 +15,7 @@ from oneround.config.load import change
 from oneround.data import Dataset
 from oneround.errors import RecipeError
 from oneround.runs.record import RunRecord, keys_of
-from oneround.studies.named_study import Cell, cells, names, read_study, seeds_of
+from oneround.studies.named_study import Cell, cells, keys_today, names, read_study, seeds_of
 
 DEALT = ("data.", "partition.", "public", "validation", "label_noise", "seeds.")
 """Keys that say who holds which sample."""
@@ -93,12 +93,25 @@ def test_a_run_is_of_the_cell_whose_keys_it_has(digits: Dataset, tmp_path: Path)
     plain, v7, unnormalised, *_, noisy = cells(study)
     for cell in (plain, v7, unnormalised, noisy):
         run = RunRecord(tmp_path, keys=keys_of(resolve(cell.recipe, digits).plain()))
-        assert [other.name for other in cells(study) if other.is_of(run)] == [cell.name]
+        assert [other.name for other in cells(study) if other.has_keys(keys_today(run))] == [cell.name]
     for key, value in (("training.epochs", 4), ("fusion", ["iffi"]), ("seeds.training", 5)):
         run = RunRecord(tmp_path, keys=keys_of(change(resolve(plain.recipe, digits), {key: value}).plain()))
-        assert not plain.is_of(run), key
+        assert not plain.has_keys(keys_today(run)), key
     wide = Cell("", "", 1, 1, change(plain.recipe, {"model.encoder": {"kind": "cnn", "width": 6}}))
-    assert not wide.is_of(RunRecord(tmp_path, keys=keys_of(resolve(plain.recipe, digits).plain())))
+    run = RunRecord(tmp_path, keys=keys_of(resolve(plain.recipe, digits).plain()))
+    assert plain.has_keys(keys_today(run)) and not wide.has_keys(keys_today(run))
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_run_is_found_again_when_recipes_have_more_options_than_its_record(name: str, tmp_path: Path) -> None:
+    newer = {"alignment.initial": "random", "alignment.anchors.norm": "one", "training.factor": 0.2, "trace.every": 50}
+    for cell in cells(read_study(name), partitions=[1]):
+        older = {key: value for key, value in cell.keys.items() if newer.get(key) != value}
+        run = RunRecord(tmp_path, keys={"alignment.initial": "random", **older} if "alignment" in older else older)
+        assert cell.has_keys(keys_today(run)), cell.name
+    assert older.keys() < cell.keys.keys() and older.keys() < keys_today(run).keys()
+    gone = {**older, "alignment.gone": 1}
+    assert keys_today(RunRecord(tmp_path, keys=gone)) == gone
 
 
 @pytest.mark.parametrize(

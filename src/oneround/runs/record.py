@@ -269,10 +269,38 @@ def flat(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
         yield prefix, json.dumps(tree) if isinstance(tree, list | dict) else tree
 
 
+def tree_of(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The reverse of `flat`, without keys that are None; a section that is None has no keys.
+
+    >>> tree_of({"training.epochs": 50, "fusion.0.kind": "iffi", "fusion.1.kind": "average", "bank": None})
+    {'training': {'epochs': 50}, 'fusion': [{'kind': 'iffi'}, {'kind': 'average'}]}
+    """
+    tree: dict[str, Any] = {}
+    for key, value in keys.items():
+        *path, last = key.split(".")
+        if path and keys.get(path[0], "") is None:
+            continue
+        node = tree
+        for step in path:
+            node = node.setdefault(step, {})
+        if value is not None:
+            node[last] = json.loads(value) if isinstance(value, str) and value[:1] in ("[", "{") else value
+    lists: dict[str, Any] = _with_lists(tree)
+    return lists
+
+
+def _with_lists(node: Any) -> Any:
+    """Mappings whose keys are numbers as lists."""
+    if not isinstance(node, dict):
+        return node
+    below = {key: _with_lists(value) for key, value in node.items()}
+    return list(below.values()) if below and all(key.isdecimal() for key in below) else below
+
+
 def keys_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe's keys with dots; keys that the recipe is too old for have their default, which changes nothing."""
     keys = {current_name(key): value for key, value in flat(tree)}
-    sections = {key.partition(".")[0] for key in keys}
+    sections = {key.partition(".")[0] for key in keys if "." in key}
     added = {f"{name}.{key}": value for name in sections & ADDED.keys() for key, value in ADDED[name].items()}
     return {**_defaults(), **added, **keys}
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from oneround.config.load import Overrides, checked, load, pairs, read_mapping, read_yaml
+from oneround.config.load import Overrides, checked, load, pairs, parse_federated, read_mapping, read_yaml
 from oneround.config.parts import Strict
 from oneround.config.recipe import Recipe
 from oneround.errors import RecipeError, did_you_mean
-from oneround.runs.record import RunRecord, flat, keys_of
+from oneround.runs.record import RunRecord, flat, keys_of, tree_of
 from oneround.studies.sweep import Seeds, Values
 
 FOLDER = Path(__file__).with_name("named")
@@ -130,16 +130,24 @@ class Cell:
     def keys(self) -> Mapping[str, Any]:
         return keys_of(self.recipe.plain())
 
-    def is_of(self, run: RunRecord) -> bool:
-        """Whether this is the run of the cell: no key differs, save those that are chosen for the data."""
+    def has_keys(self, keys: Mapping[str, Any]) -> bool:
+        """Whether these are the keys of its run: none differs, save those that are chosen for the data."""
         left_open = [key for key, value in flat(self.recipe.plain()) if value is None]
         chosen = [key for key in left_open if key.startswith(FROM_DATA)]
         below = tuple(f"{key}." for key in chosen)
         return all(
-            self.keys.get(key) == run.keys.get(key)
-            for key in {**self.keys, **run.keys}
+            self.keys.get(key) == keys.get(key)
+            for key in {**self.keys, **keys}
             if key not in chosen and not key.startswith(below)
         )
+
+
+def keys_today(run: RunRecord) -> Mapping[str, Any]:
+    """The keys of a run as its recipe would have them today: options that are newer than its record have their defaults."""
+    try:
+        return keys_of(parse_federated(tree_of(run.keys)).plain())
+    except RecipeError:  # it has an option that is gone, or a part that is not built in
+        return run.keys
 
 
 def names() -> list[str]:

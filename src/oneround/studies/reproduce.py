@@ -28,7 +28,7 @@ from oneround.runs.log import Measurements
 from oneround.runs.record import RunRecord, keys_of
 from oneround.server.plan import DealtPlan
 from oneround.simulate import run
-from oneround.studies.named_study import Cell
+from oneround.studies.named_study import Cell, keys_today
 from oneround.studies.sweep import data_key, data_of
 from oneround.training import Emit, silent
 
@@ -114,8 +114,8 @@ def read_progress(
 ) -> Progress:
     """The cells that the record has, or one of the known ones, and those that are left."""
     files = [path for path in (record, *known) if path != record or Path(path).exists()]
-    runs = find_runs(files) if files else []
-    found = {cell: next((each for each in runs if cell.is_of(each)), None) for cell in cells}
+    runs = [(run, keys_today(run)) for run in (find_runs(files) if files else [])]
+    found = {cell: next((run for run, keys in runs if cell.has_keys(keys)), None) for cell in cells}
     return Progress(cells, {cell: each for cell, each in found.items() if each is not None})
 
 
