@@ -64,6 +64,16 @@ def test_means_intervals_and_paired_differences(tmp_path: Path) -> None:
     assert "setting" not in v4, "there is one"
 
 
+def test_the_rule_that_counts_can_be_named(tmp_path: Path) -> None:
+    study = tiny(tmp_path, rule="average")
+    progress = progress_of(study)
+    for run in progress.runs.values():
+        run.measurements.curves["average"] = {3: 0.4}
+    v4, v7 = table(study, progress)
+    assert v4["evaluation"].startswith("40.0 ± 0.0 (") and v7["− V4, evaluation"].startswith("+0.0 ± 0.0")
+    assert outcome(study, progress).notes[0].endswith("; rule: average")
+
+
 def test_only_what_both_have_is_paired(tmp_path: Path) -> None:
     study = tiny(tmp_path)
     *_, v4, v7 = table(study, progress_of(study, without=(("V4", 1), ("V7", 4))))

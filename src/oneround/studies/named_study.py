@@ -79,6 +79,8 @@ class NamedStudy(Strict):
     settings: dict[str, Setting] = Field(min_length=1)
     baseline: str | None = None
     """The variant that the others are compared with."""
+    rule: str | None = None
+    """The fusion rule whose accuracy counts; default: the one that makes each variant's model."""
     partitions: Seeds
     """Partition seeds; the initial weights have the same seed, and training where `training_seeds` names no others."""
     training_seeds: Seeds | None = None
