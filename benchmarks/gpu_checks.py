@@ -23,6 +23,7 @@ from oneround.data.augment import draw, views
 from oneround.errors import RunError
 from oneround.models.patches import Patches
 from oneround.protocol import Broadcast, Upload
+from oneround.simulate import run
 from oneround.site import Site
 from oneround.training import Batch, Term, terms
 
@@ -138,6 +139,19 @@ def ridges_apart() -> float:
     return float((scores[0] - scores[1]).abs().max())
 
 
+def uploads_of_a_run(folder: Path, **local: Any) -> list[str]:
+    """What the clients of a simulation upload, their states going to and fro between two snapshots."""
+    overrides = [
+        ("model.encoder", "resnet18"),
+        ("training.epochs", 3),
+        ("training.batch_size", 128),
+        ("snapshots", [1, 2]),
+    ]
+    recipe = load("fafi", [*overrides, ("partition.clients", 4), ("fusion", ["iffi"])])
+    run(change(recipe, {f"local.{key}": value for key, value in local.items()}), folder, data=data)
+    return [Upload.content_of(path) for path in sorted((folder / "uploads").iterdir())]
+
+
 def clients_apart() -> dict[str, float]:
     """Largest relative distance between weights made one by one and together in fp32, with steps recorded and not."""
     sent = broadcast(model__encoder={"kind": "cnn", "width": 16}, training__batch_size=32, training__epochs=3)
@@ -178,6 +192,9 @@ def main() -> None:
             train(sent, Path(folder), deterministic=True).content == exact.content,
             "",
         )
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {f"{workers} at a time": uploads_of_a_run(Path(folder) / str(workers), deterministic=True, workers=workers) for workers in (1, 2)}  # fmt: skip
+    check("two clients at a time are one after another", len({*map(tuple, ways.values())}) == 1, ways)
     plain = difference(exact, train(sent, deterministic=True, record=False))
     check("recorded steps are the plain steps", plain < 1e-6, plain)
     few = broadcast(training__batch_size=32, training__epochs=1)

@@ -25,9 +25,12 @@ USES = ("once", "twice", "thin", "all", "only thin")
 THEN = {None: lambda x: x, "relu": F.relu, "relu6": F.relu6}
 
 
-def errors(shape: tuple[int, ...], dtype: torch.dtype, add: bool, then: str | None, uses: str) -> dict[str, float]:
+def errors(shape: tuple[int, ...], dtype: torch.dtype, add: str, then: str | None, uses: str) -> dict[str, float]:
     torch.manual_seed(0)
     ours, theirs = torch.nn.BatchNorm2d(shape[1]), torch.nn.BatchNorm2d(shape[1]).double()
+    own, their_own = torch.nn.BatchNorm2d(shape[1]), torch.nn.BatchNorm2d(shape[1]).double()  # of the shortcut
+    torch.nn.init.uniform_(own.weight, 0.5, 4)
+    their_own.load_state_dict(own.state_dict())
     ours.num_batches_tracked = torch.zeros(2, dtype=torch.int64)  # of two clients that train together
     torch.nn.init.uniform_(ours.weight, 0.5, 4)  # so that a part is cut at six
     torch.nn.init.normal_(ours.bias)
@@ -40,8 +43,10 @@ def errors(shape: tuple[int, ...], dtype: torch.dtype, add: bool, then: str | No
         [x.clone().requires_grad_(), r.clone().requires_grad_()],
         [x.double().requires_grad_(), r.double().requires_grad_()],
     )
-    y, again, thin = batch_norm.batch_norm(a[0], ours, a[1] if add else None, then)
-    z = theirs(b[0]) + (b[1] if add else 0)
+    y, again, thin = batch_norm.batch_norm(
+        a[0], ours, a[1] if add else None, then, own if add == "normalised" else None
+    )
+    z = theirs(b[0]) + (0 if not add else their_own(b[1]) if add == "normalised" else b[1])
     z = THEN[then](z)
     assert torch.equal(batch_norm.pack(thin), thin)
     few = torch.zeros_like(h, dtype=torch.float64)
@@ -58,6 +63,12 @@ def errors(shape: tuple[int, ...], dtype: torch.dtype, add: bool, then: str | No
     pairs |= {"d_bias": (ours.bias.grad, theirs.bias.grad), "mean": (ours.running_mean, theirs.running_mean)}
     pairs |= {"var": (ours.running_var, theirs.running_var)}
     pairs |= {"d_added": (a[1].grad, b[1].grad)} if add else {}
+    if add == "normalised":
+        pairs |= {"d_own_weight": (own.weight.grad, their_own.weight.grad)}
+        pairs |= {
+            "d_own_bias": (own.bias.grad, their_own.bias.grad),
+            "own_mean": (own.running_mean, their_own.running_mean),
+        }
     assert ours.num_batches_tracked.tolist() == [1, 1]
     return {
         name: float((p.detach().double() - q.detach()).norm() / q.detach().norm().clamp(min=1e-9))
@@ -110,8 +121,10 @@ table = {}
 for sizes in ((12, 5, 3), (50, 16, 40), (64, 8, 1)):
     table[f"contrastive {sizes}"] = contrastive_errors(*sizes)
 cases = [(shape, torch.float32) for shape in SHAPES] + [(shape, torch.bfloat16) for shape in SHAPES[:1]]
-for (shape, dtype), add, then, uses in itertools.product(cases, (False, True), THEN, USES):
-    if uses in ("all", "only thin") and then != "relu6":
+for (shape, dtype), add, then, uses in itertools.product(cases, ("", "as it is", "normalised"), THEN, USES):
+    if (uses in ("all", "only thin") and then != "relu6") or (
+        add == "normalised" and (uses != "once" or shape != SHAPES[0]) and then != "relu"
+    ):
         continue
     table[f"{shape} {dtype} add={add} then={then} uses={uses}"] = errors(shape, dtype, add, then, uses)
 for shape, outputs in (((3, 3, 8, 8), 16), ((5, 1, 7, 9), 32), ((40, 3, 12, 12), 64)):

@@ -80,7 +80,7 @@ def test_errors_a_user_can_fix_are_sent_and_others_raised(
     def fail(_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(worker.worker, "run", fail)
+    monkeypatch.setattr(worker.worker, "train", fail)
     with pytest.raises(ZeroDivisionError):
         list(worker.train(job, {}, None))
 

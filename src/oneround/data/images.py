@@ -34,10 +34,9 @@ class Images:
         return len(self.labels)
 
     def take(self, index: NDArray[np.int64] | Tensor) -> Images:
-        chosen = torch.as_tensor(index, dtype=torch.int64)
-        return Images(
-            self.pixels.index_select(0, chosen), self.labels[chosen]
-        )  # on a CPU far faster than pixels[chosen]
+        chosen = torch.as_tensor(index, dtype=torch.int64).to(self.pixels.device)
+        pixels = self.pixels.index_select(0, chosen)  # on a CPU far faster than pixels[chosen]
+        return Images(pixels, self.labels[chosen])
 
     def to(self, device: torch.device) -> Images:
         return Images(self.pixels.to(device), self.labels.to(device))

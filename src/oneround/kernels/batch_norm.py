@@ -75,8 +75,8 @@ def _statistics(x, first, second, weight, bias, running_mean, running_var, batch
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _apply(x, added, y, scale, offset, rows, channels, ADD: tl.constexpr, RELU: tl.constexpr, SIX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """y = relu(x·scale + offset + added), or relu6"""
+def _apply(x, added, y, scale, offset, added_scale, added_offset, rows, channels, ADD: tl.constexpr, NORMALISE_ADDED: tl.constexpr, RELU: tl.constexpr, SIX: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """y = relu(x·scale + offset + added), or relu6; NORMALISE_ADDED: added has a scale and an offset of its own"""
     row, column = (
         tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS),
         tl.program_id(1) * BLOCK + tl.arange(0, BLOCK),
@@ -88,7 +88,10 @@ def _apply(x, added, y, scale, offset, rows, channels, ADD: tl.constexpr, RELU: 
         + tl.load(offset + column)[None, :]
     )
     if ADD:
-        value += tl.load(added + at, mask=in_range).to(tl.float32)
+        more = tl.load(added + at, mask=in_range).to(tl.float32)
+        if NORMALISE_ADDED:
+            more = more * tl.load(added_scale + column)[None, :] + tl.load(added_offset + column)[None, :]
+        value += more
     if RELU:
         value = tl.maximum(value, 0.0)
     if SIX:
@@ -228,81 +231,121 @@ class _Grid(NamedTuple):
         per_program = triton.cdiv(rows, most * ROWS) * ROWS
         return cls(triton.cdiv(rows, per_program), channels // block, per_program, block)
 
+    @property
+    def programs(self) -> tuple[int, int]:
+        """Those that share the reduction."""
+        return self.parts, self.columns
+
+    def tiles(self, rows: int) -> tuple[int, int]:
+        """The programs of a pass without a reduction."""
+        return triton.cdiv(rows, ROWS), self.columns
+
     def totals(self, channels: int) -> tuple[tuple[int], dict[str, int]]:
         """The programs that add the sums, and their blocks."""
         few = _block(channels, 4)
         return (channels // few,), {"PARTS": MOST_PARTS, "BLOCK": few}
 
 
+class _Normalised(NamedTuple):
+    """A tensor with its statistics, and the affine map that they and a norm's weight and bias make."""
+
+    x: Tensor
+    mean: Tensor
+    inverse: Tensor
+    scale: Tensor
+    offset: Tensor
+
+    @classmethod
+    def by(cls, norm: torch.nn.BatchNorm2d, x: Tensor, grid: _Grid) -> _Normalised:
+        """Measure x; running statistics are moved."""
+        channels, counts = x.shape[1], norm.num_batches_tracked
+        assert counts is not None
+        first, second = (torch.empty(channels, grid.parts, device=x.device) for _ in range(2))
+        made = cls(x, *(torch.empty(channels, device=x.device) for _ in range(4)))
+        rows = x.numel() // channels
+        launch(_sums, grid.programs, x, first, second, rows, channels, grid.per_program, BLOCK_ROWS=ROWS, BLOCK=grid.block, STAGES=STAGES)  # fmt: skip
+        programs, blocks = grid.totals(channels)
+        launch(_statistics, programs, x, first, second, norm.weight, norm.bias, norm.running_mean, norm.running_var, counts, counts.numel(), *made[1:], grid.parts, rows, norm.eps, norm.momentum, **blocks)  # fmt: skip
+        return made
+
+    def gradients(self, uses: _Uses, y: Tensor | None, grid: _Grid, *, keep: bool, relu: bool, six: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """Of x, weight and bias, and that before the rectifier. y: what to tell from where it cut; otherwise from x."""
+        x, channels = self.x, self.x.shape[1]
+        rows = x.numel() // channels
+        first, second = (torch.empty(channels, grid.parts, device=x.device) for _ in range(2))
+        d_bias, d_weight = (torch.empty(channels, device=x.device) for _ in range(2))
+        dx = torch.empty_like(x)
+        g = torch.empty_like(x) if keep else uses.one
+        launch(_gradient_sums, grid.programs, uses.one, uses.two, x if y is None else y, *self, g, first, second, rows, channels, grid.per_program, *x.shape[2:], TWO=uses.number == 2 and not uses.thin, THIN=uses.thin, ADD=y is not None, KEEP=keep, RELU=relu, SIX=six, BLOCK_ROWS=ROWS, BLOCK=grid.block, STAGES=STAGES)  # fmt: skip
+        programs, blocks = grid.totals(channels)
+        launch(_gradient_totals, programs, first, second, d_bias, d_weight, grid.parts, **blocks)
+        launch(_gradient_apply, grid.tiles(rows), g, *self, d_bias, d_weight, dx, rows, channels, RELU=relu and not keep, SIX=six, BLOCK_ROWS=ROWS, BLOCK=grid.block)  # fmt: skip
+        return dx, d_weight, d_bias, g
+
+
+class _Uses(NamedTuple):
+    """The gradients of what layers have used: one, or two, of which the second may have every second pixel only."""
+
+    one: Tensor
+    two: Tensor
+    number: int
+    thin: bool
+
+    @classmethod
+    def of(cls, gradients: tuple[Tensor | None, ...], like: Tensor) -> _Uses:
+        full, thin = [each for each in gradients[:2] if each is not None], gradients[2]
+        if thin is not None and len(full) != 1:  # no network here uses the output so
+            spread = torch.zeros_like(like)
+            spread[:, :, ::2, ::2] = thin
+            full, thin = [*full, spread], None
+        if len(full) > 2:
+            full = [full[0], full[1] + full[2]]
+        uses = [*full, *([] if thin is None else [thin])]
+        one, two = (each.contiguous(memory_format=torch.channels_last) for each in (uses[0], uses[-1]))
+        return cls(one, two, len(uses), thin is not None)
+
+
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor, norm: torch.nn.BatchNorm2d, then: str | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, added: Tensor | None, norm: torch.nn.BatchNorm2d, added_norm: torch.nn.BatchNorm2d | None, then: str | None, *_parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """`_parameters`: weight and bias of the norms, which get gradients."""
         channels, relu, six = x.shape[1], then is not None, then == "relu6"
-        rows, counts = x.numel() // channels, norm.num_batches_tracked
-        assert counts is not None
-        grid = parts, columns, per_program, block = _Grid.of(rows, channels)
-        first, second = (torch.empty(channels, parts, device=x.device) for _ in range(2))
-        mean, inverse, scale, offset = (torch.empty(channels, device=x.device) for _ in range(4))
+        rows = x.numel() // channels
+        grid = _Grid.of(rows, channels)
+        main = _Normalised.by(norm, x, grid)
+        side = None if added is None or added_norm is None else _Normalised.by(added_norm, added, grid)
         y = torch.empty_like(x)
-        programs, blocks = grid.totals(channels)
-        launch(
-            _sums,
-            (parts, columns),
-            x,
-            first,
-            second,
-            rows,
-            channels,
-            per_program,
-            BLOCK_ROWS=ROWS,
-            BLOCK=block,
-            STAGES=STAGES,
-        )
-        launch(_statistics, programs, x, first, second, weight, bias, norm.running_mean, norm.running_var, counts, counts.numel(), mean, inverse, scale, offset, parts, rows, norm.eps, norm.momentum, **blocks)  # fmt: skip
-        tiles = (triton.cdiv(rows, ROWS), columns)
-        launch(_apply, tiles, x, x if added is None else added, y, scale, offset, rows, channels, ADD=added is not None, RELU=relu, SIX=six, BLOCK_ROWS=ROWS, BLOCK=block)  # fmt: skip
-        read_again = relu and added is not None
-        ctx.save_for_backward(x, y if read_again else None, mean, inverse, scale, offset)
-        ctx.relu, ctx.six, ctx.added, ctx.grid = relu, six, added is not None, grid
+        launch(_apply, grid.tiles(rows), x, x if added is None else added, y, main.scale, main.offset, *(side or main)[3:], rows, channels, ADD=added is not None, NORMALISE_ADDED=side is not None, RELU=relu, SIX=six, BLOCK_ROWS=ROWS, BLOCK=grid.block)  # fmt: skip
+        ctx.save_for_backward(*main, *(side or ()), *([y] if relu and added is not None else []))
+        ctx.relu, ctx.six, ctx.added, ctx.side, ctx.grid = relu, six, added is not None, side is not None, grid
         ctx.set_materialize_grads(False)
         # Detached, since a view knows its base: what `normalise` notes on these would keep them alive for ever.
         return y, y.detach(), y[:, :, ::2, ::2].detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        full, thin = [each for each in gradients[:2] if each is not None], gradients[2]
-        if thin is not None and len(full) != 1:  # no network here uses the output so
-            spread = torch.zeros_like(ctx.saved_tensors[0])
-            spread[:, :, ::2, ::2] = thin
-            full, thin = [*full, spread], None
-        if len(full) > 2:
-            full = [full[0], full[1] + full[2]]
-        uses = [*full, *([] if thin is None else [thin])]
-        dy, dz = (each.contiguous(memory_format=torch.channels_last) for each in (uses[0], uses[-1]))
-        x, y, mean, inverse, scale, offset = ctx.saved_tensors
-        channels = x.shape[1]
-        rows = x.numel() // channels
-        parts, columns, per_program, block = ctx.grid
-        first, second = (torch.empty(channels, parts, device=x.device) for _ in range(2))
-        d_bias, d_weight = (torch.empty(channels, device=x.device) for _ in range(2))
-        dx = torch.empty_like(x)
-        keep = ctx.added or len(uses) > 1
-        g = torch.empty_like(x) if keep else dy
-        programs, blocks = ctx.grid.totals(channels)
-        launch(_gradient_sums, (parts, columns), dy, dz, x if y is None else y, x, mean, inverse, scale, offset, g, first, second, rows, channels, per_program, *x.shape[2:], TWO=len(full) > 1, THIN=thin is not None, ADD=y is not None, KEEP=keep, RELU=ctx.relu, SIX=ctx.six, BLOCK_ROWS=ROWS, BLOCK=block, STAGES=STAGES)  # fmt: skip
-        launch(_gradient_totals, programs, first, second, d_bias, d_weight, parts, **blocks)
-        tiles = (triton.cdiv(rows, ROWS), columns)
-        launch(_gradient_apply, tiles, g, x, mean, inverse, scale, offset, d_bias, d_weight, dx, rows, channels, RELU=ctx.relu and not keep, SIX=ctx.six, BLOCK_ROWS=ROWS, BLOCK=block)  # fmt: skip
-        return dx, g if ctx.added else None, d_weight, d_bias, None, None
+        saved, grid = ctx.saved_tensors, ctx.grid
+        main, rest = _Normalised(*saved[:5]), saved[5:]
+        side, rest = (_Normalised(*rest[:5]), rest[5:]) if ctx.side else (None, rest)
+        uses = _Uses.of(gradients, main.x)
+        dx, d_weight, d_bias, g = main.gradients(uses, rest[0] if rest else None, grid, keep=ctx.added or uses.number > 1, relu=ctx.relu, six=ctx.six)  # fmt: skip
+        if side is None:
+            return dx, g if ctx.added else None, None, None, None, d_weight, d_bias
+        own = _Uses(g, g, 1, False)
+        d_added, *of_side, _ = side.gradients(own, None, grid, keep=False, relu=False, six=False)
+        return dx, d_added, None, None, None, d_weight, d_bias, *of_side
 
 
-def batch_norm(x: Tensor, norm: torch.nn.BatchNorm2d, added: Tensor | None, then: str | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def batch_norm(x: Tensor, norm: torch.nn.BatchNorm2d, added: Tensor | None, then: str | None, added_norm: torch.nn.BatchNorm2d | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """then(batch norm(x) + added) in training mode, twice the same, and every second pixel of it, for a layer that reads no others.
 
-    Gradients of two layers that use the output are then added in one pass. x (n, channels, height, width) channels-last; running
-    statistics are moved.
+    Gradients of two layers that use the output are then added in one pass. x and added (n, channels, height, width) channels-last;
+    `added_norm`: normalises added first. Running statistics are moved.
     """
     if added is not None:
         added = added.contiguous(memory_format=torch.channels_last)
-    out: tuple[Tensor, Tensor, Tensor] = _BatchNorm.apply(x, added, norm.weight, norm.bias, norm, then)  # type: ignore[no-untyped-call]
+    parameters = [
+        parameter for each in (norm, added_norm) if each is not None for parameter in (each.weight, each.bias)
+    ]
+    out: tuple[Tensor, Tensor, Tensor] = _BatchNorm.apply(x, added, norm, added_norm, then, *parameters)  # type: ignore[no-untyped-call]
     return out

@@ -107,7 +107,7 @@ class Basic(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = normalise(self.norm1, self.conv1(x))
-        return normalise(self.norm2, self.conv2(out), self.shortcut(again(x)))
+        return _join(self.norm2, self.conv2(out), self.shortcut, x)
 
 
 class Bottleneck(nn.Module):
@@ -126,18 +126,22 @@ class Bottleneck(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = normalise(self.norm1, self.conv1(x))
         out = normalise(self.norm2, self.conv2(out))
-        return normalise(self.norm3, self.conv3(out), self.shortcut(again(x)))
+        return _join(self.norm3, self.conv3(out), self.shortcut, x)
 
 
 class Projection(nn.Module):
-    """A shortcut between different shapes."""
+    """What a shortcut between different shapes is made of."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, make_norm: MakeNorm) -> None:
         super().__init__()
         self.conv, self.norm = _conv(inputs, outputs, 1, stride), make_norm(outputs)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return normalise(self.norm, pointwise(self.conv, x), then=None)
+
+def _join(norm: nn.Module, x: Tensor, shortcut: nn.Module, start: Tensor) -> Tensor:
+    """The end of a block: relu(norm(x) + shortcut(start))"""
+    if isinstance(shortcut, Projection):
+        return normalise(norm, x, pointwise(shortcut.conv, again(start)), added_norm=shortcut.norm)
+    return normalise(norm, x, again(start))
 
 
 def _shortcut(inputs: int, outputs: int, stride: int, make_norm: MakeNorm) -> nn.Module:

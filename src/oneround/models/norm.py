@@ -41,13 +41,25 @@ def _is_stem(layer: nn.Module, images: Tensor) -> bool:
     )
 
 
-def normalise(norm: nn.Module, x: Tensor, added: Tensor | None = None, then: Rectifier = "relu") -> Tensor:
-    """then(norm(x) + added); on a GPU, batch norm in training mode uses one kernel for all of it."""
+def normalise(
+    norm: nn.Module,
+    x: Tensor,
+    added: Tensor | None = None,
+    then: Rectifier = "relu",
+    added_norm: nn.Module | None = None,
+) -> Tensor:
+    """then(norm(x) + added), added normalised first if it has a norm; on a GPU, batch norm in training mode is few kernels for all."""
+    if (
+        added is not None
+        and added_norm is not None
+        and not (kernels.usable(x) and _fits(norm, x) and _fits(added_norm, added))
+    ):
+        added, added_norm = added_norm(added), None
     if kernels.usable(x) and _fits(norm, x):
         from oneround.kernels.batch_norm import batch_norm
 
-        assert isinstance(norm, nn.BatchNorm2d)
-        out, second, thin = batch_norm(x, norm, added, then)
+        assert isinstance(norm, nn.BatchNorm2d) and isinstance(added_norm, nn.BatchNorm2d | None)
+        out, second, thin = batch_norm(x, norm, added, then, added_norm)
         out.again, second.thin = second, thin  # type: ignore[attr-defined]
         return out
     plain: Tensor = norm(x)
