@@ -107,7 +107,9 @@ def test_a_run_is_found_again_when_recipes_have_more_options_than_its_record(nam
     newer = {"alignment.initial": "random", "alignment.anchors.norm": "one", "training.factor": 0.2, "trace.every": 50}
     for cell in cells(read_study(name), partitions=[1]):
         older = {key: value for key, value in cell.keys.items() if newer.get(key) != value}
-        run = RunRecord(tmp_path, keys={"alignment.initial": "random", **older} if "alignment" in older else older)
+        run = RunRecord(
+            tmp_path, keys=keys_of({"alignment.initial": "random", **older} if "alignment" in older else older)
+        )
         assert cell.has_keys(keys_today(run)), cell.name
     assert older.keys() < cell.keys.keys() and older.keys() < keys_today(run).keys()
     gone = {**older, "alignment.gone": 1}

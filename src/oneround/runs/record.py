@@ -270,7 +270,7 @@ def flat(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def tree_of(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The reverse of `flat`, without keys that are None; a section that is None has no keys.
+    """The reverse of `flat`, without keys that are None.
 
     >>> tree_of({"training.epochs": 50, "fusion.0.kind": "iffi", "fusion.1.kind": "average", "bank": None})
     {'training': {'epochs': 50}, 'fusion': [{'kind': 'iffi'}, {'kind': 'average'}]}
@@ -278,8 +278,6 @@ def tree_of(keys: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key, value in keys.items():
         *path, last = key.split(".")
-        if path and keys.get(path[0], "") is None:
-            continue
         node = tree
         for step in path:
             node = node.setdefault(step, {})
@@ -300,6 +298,8 @@ def _with_lists(node: Any) -> Any:
 def keys_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe's keys with dots; keys that the recipe is too old for have their default, which changes nothing."""
     keys = {current_name(key): value for key, value in flat(tree)}
+    absent = tuple(f"{key}." for key, value in keys.items() if value is None and "." not in key)
+    keys = {key: value for key, value in keys.items() if not key.startswith(absent)}
     sections = {key.partition(".")[0] for key in keys if "." in key}
     added = {f"{name}.{key}": value for name in sections & ADDED.keys() for key, value in ADDED[name].items()}
     return {**_defaults(), **added, **keys}
