@@ -1,5 +1,5 @@
 """Fill in the tables of the pages: what stands between `<!-- oneround compare … -->` and `<!-- end -->` is what that command writes,
-and after `<!-- table: FILE -->` the table in that file, which a benchmark wrote.
+and after `<!-- table: FILE -->` the tables in that file, which a benchmark wrote.
 
 python benchmarks/tables.py
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
+from itertools import groupby
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -46,7 +47,10 @@ def filled(text: str) -> str:
 
 
 def copied(path: Path) -> str:
-    return "".join(f"{line}\n" for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|"))
+    """The tables of a page, with a blank line between two."""
+    lines = [line if line.startswith("|") else "" for line in path.read_text(encoding="utf-8").splitlines()]
+    blocks = ["\n".join(block) for is_table, block in groupby(lines, bool) if is_table]
+    return "\n\n".join(blocks) + "\n"
 
 
 if __name__ == "__main__":
