@@ -83,13 +83,16 @@ def test_the_mergenet_study_measures_every_method_once_and_goes_on(tmp_path: Pat
     assert "not measured" not in page and all(f"\n- {number}. " in page for number in range(1, 5))
 
 
-@pytest.mark.parametrize("name", ["cifar10_mergenet", "cifar10_ridge", "cifar10_ridge_cpu", "cifar10_routed"])
+@pytest.mark.parametrize(
+    "name", ["cifar10_mergenet", "cifar10_ridge", "cifar10_ridge_cpu", "cifar10_routed", "scaling_cpu"]
+)
 def test_pages_that_are_kept_say_what_their_records_say(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, page = (ROOT / "results" / f"{name}.{ending}" for ending in ("json", "md"))
     (tmp_path / record.name).write_text(record.read_text())
-    made_by = {"mergenet": mergenet, "ridge": ridge, "routed": routed}[name.split("_")[1]]
+    studies = {"mergenet": mergenet, "ridge": ridge, "routed": routed, "scaling": scaling}
+    (made_by,) = (study for word, study in studies.items() if word in name.split("_"))
     monkeypatch.setattr(sys, "argv", [f"{made_by.__name__}.py", "--render", str(tmp_path / record.name)])
     made_by.main()
     assert (tmp_path / page.name).read_text() == page.read_text()
