@@ -4,6 +4,7 @@
 
 FAFI is trained on the embedded digits with CNNs of several widths. On one batch, with the first and with the last weights, each term's
 gradient is set against cross-entropy's: their norms at the prototypes, and the cosine of the prototype–feature term with it at the features.
+Beside them, the mean cosine of prototypes to where they began.
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ def measure(width: int, epochs: int) -> list[dict[str, Any]]:
     data = load_dataset(recipe.data)
     broadcast = DealtPlan.of(recipe, data).prepare()
     upload = acts.train(broadcast, Site("client", data.train))
+    turned = F.cosine_similarity(upload.weights["prototypes"], broadcast.weights["prototypes"]).mean()
     return [
         {"features": 4 * width, "trained": trained, "temperature": temperature, **compared(batch, temperature)}
+        | ({"prototypes · their start": float(turned)} if trained else {})
         for trained, batch in (
             (False, batch_of(broadcast, broadcast.weights, data)),
             (True, batch_of(broadcast, upload.weights, data)),
