@@ -26,10 +26,10 @@ DECLARED = {"fusion": [{"kind": "split", "chosen": "declared"}, "iffi"]}
 
 def trained_at(digits: Dataset, depth: int, name: str = "a", trainer: Trainer | None = None, **changes: Any) -> Upload:
     broadcast = broadcast_of(digits, "split-trained", 4, fusion=DECLARED["fusion"], **changes)
-    told = Broadcast(
+    surveyed = Broadcast(
         broadcast.recipe, broadcast.class_names, broadcast.shape, broadcast.weights, depths={"a": depth, "b": 3}
     )
-    return acts.train(told, Site(name, few(digits, 4)), trainer=trainer)
+    return acts.train(surveyed, Site(name, few(digits, 4)), trainer=trainer)
 
 
 def moved(digits: Dataset, upload: Upload, **changes: Any) -> list[float]:

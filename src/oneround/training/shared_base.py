@@ -93,22 +93,19 @@ class SharedBase:
 
     def __init__(self, net: PrototypeNet, share: Share) -> None:
         """Watch the gradients of a network from now on; `bind` says where its blocks are held, `begin` how many of them."""
-        self.net = net
-        self.total = len(blocks(net))
-        device = net.prototypes.device
-        self.held = torch.zeros(self.total, device=device)
+        self.mask = torch.zeros(len(blocks(net)), device=net.prototypes.device)
         """(blocks,) 1 for the blocks that are shared, 0 for the others."""
         self.start = {name: torch.zeros_like(value) for name, value in net.named_parameters()}
         of_block = {name: number for number, names in enumerate(blocks(net)) for name in names}
         for name, parameter in net.named_parameters():
-            self._hold(parameter, self.start[name], self.held[of_block[name]], share)
+            self._hold(parameter, self.start[name], self.mask[of_block[name]], share)
 
-    def _hold(self, parameter: nn.Parameter, start: Tensor, held: Tensor, share: Share) -> None:
+    def _hold(self, parameter: nn.Parameter, start: Tensor, mask: Tensor, share: Share) -> None:
         def frozen(gradient: Tensor) -> Tensor:
-            return gradient * (1 - held)
+            return gradient * (1 - mask)
 
         def pulled(gradient: Tensor) -> Tensor:
-            return gradient + share.strength * held * (parameter.detach() - start)
+            return gradient + share.strength * mask * (parameter.detach() - start)
 
         parameter.register_hook(frozen if share.hold == "frozen" else pulled)
 
@@ -119,5 +116,5 @@ class SharedBase:
 
     def begin(self, depth: int) -> None:
         """Share so many blocks from now on."""
-        self.held[:depth] = 1
-        self.held[depth:] = 0
+        self.mask[:depth] = 1
+        self.mask[depth:] = 0
