@@ -6,7 +6,7 @@ matrix-product rate.
 
 Trains with the program's own workers, all clients of partition 1 at α = 0.05 (5 clients, ResNet-18, batch 512, two views):
 first epoch by epoch, with an upload and a switch after every client's epoch, then several epochs of every client in one go, whose
-seconds per epoch are the training time. The rate it is compared with is measured in the same run: an 8192³ bf16 product on a GPU, a 2048³
+seconds per epoch are the training time. A client's next epoch waits for its own upload, not for the others'. The rate it is compared with is measured in the same run: an 8192³ bf16 product on a GPU, a 2048³
 fp32 product on a CPU. Operations are counted as three forward passes (forward, gradient of input, gradient of weights) of
 the encoder's multiply-adds: 3.34 GFLOP per view for ResNet-18 at 32 pixels. Augmentation, losses, optimiser and clipping
 are inside the time and outside the count.
@@ -16,9 +16,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
+import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +46,39 @@ def matrix_product_rate(device, torch) -> float:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return 2 * size**3 / statistics.median(times[3:])
+
+
+def sustained_rate(device, torch, seconds: float = 2.0) -> float:
+    """FLOP/s of the same products one after another for so long, as a training step runs: what the card's power allows."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    started, done = time.perf_counter(), 0
+    while time.perf_counter() - started < seconds:
+        for _ in range(50 if device.type == "cuda" else 1):
+            a @ b
+            done += 1
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    return 2 * size**3 * done / (time.perf_counter() - started)
+
+
+@contextmanager
+def sampled_clocks(device) -> Iterator[dict[str, float]]:
+    """Medians of the card's clock (MHz) and power (W) within the context; empty where nvidia-smi is missing."""
+    figures: dict[str, float] = {}
+    if device.type != "cuda" or shutil.which("nvidia-smi") is None:
+        yield figures
+        return
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "200"]
+    with subprocess.Popen(query, stdout=subprocess.PIPE, text=True) as sampler:
+        try:
+            yield figures
+        finally:
+            sampler.terminate()
+            lines = sampler.communicate()[0].splitlines()
+    samples = [[float(value) for value in line.split(",")] for line in lines if line.count(",") == 1]
+    for name, values in zip(("clock_mhz", "power_watts"), zip(*samples, strict=True), strict=False):
+        figures[name] = statistics.median(values)
 
 
 def forward_flops(encoder, shape, torch) -> int:
@@ -93,37 +130,48 @@ def main() -> None:
     device = Site("", local=recipe.local).device
     views = 2 * sum(len(index) for index in clients)
 
-    rows, first = [], 0.0
     with tempfile.TemporaryDirectory() as name, WorkerPool(data.train, 1, events.append) as pool:
         folder = RunFolder(Path(name))
         broadcast.write(folder.broadcast)
 
-        def train_to(epoch: int) -> float:
-            start = time.perf_counter()
-            numbered = sorted(enumerate(clients), key=lambda each: -len(each[1]))
-            done = [pool.submit(TrainJob(f"client_{number:03d}", index, folder, epoch, recipe.local)) for number, index in numbered]  # fmt: skip
-            for each in done:
-                each.result()
-            return time.perf_counter() - start
+        order = sorted(range(len(clients)), key=lambda number: -len(clients[number]))
+        uploads: dict[int, Any] = {}
 
-        for epoch in range(1, options.turns + 1):
-            rows.append(train_to(epoch))
-            first = first or seconds_since_process_start()
-            print(f"epoch {epoch}: {rows[-1]:.3f} s with uploads and a switch of clients", flush=True)
-        in_one_go = train_to(options.turns + options.epochs)
-        print(f"{options.epochs} epochs in one go: {in_one_go:.3f} s", flush=True)
+        def train_to(epoch: int) -> None:
+            for number in order:
+                if number in uploads:
+                    uploads[number].result()
+                job = TrainJob(f"client_{number:03d}", clients[number], folder, epoch, recipe.local)
+                uploads[number] = pool.submit(job)
+
+        def wait() -> float:
+            for each in uploads.values():
+                each.result()
+            return time.perf_counter()
+
+        train_to(1)
+        started = wait()
+        first = seconds_since_process_start()
+        for epoch in range(2, options.turns + 1):
+            train_to(epoch)
+        middle = wait()
+        switched = (middle - started) / (options.turns - 1)
+        print(f"{switched:.3f} s an epoch with uploads and a switch of clients", flush=True)
+        with sampled_clocks(device) as clocks:
+            train_to(options.turns + options.epochs)
+            seconds = (wait() - middle) / options.epochs
+        print(f"{seconds:.3f} s an epoch of {options.epochs} in one go", flush=True)
 
     per_view = 3 * forward_flops(build(recipe.model.encoder, data.shape[0], data.classes).encoder, data.shape, torch)
-    rate = matrix_product_rate(device, torch)
-    seconds = in_one_go / options.epochs
-    switched = statistics.median(rows[1:] or rows)
+    rate, sustained = matrix_product_rate(device, torch), sustained_rate(device, torch)
     figures = {
         "device": environment(device)["device"], "commit": environment(device)["commit"], "torch": torch.__version__,
         "data": data.name, "model": recipe.model.encoder.label, "clients": len(clients), "samples": views // 2,
-        "compiled": recipe.local.compile, "recorded": recipe.local.record, "bf16": Site("", local=recipe.local).bf16, "epochs_with_switches": rows,
+        "compiled": recipe.local.compile, "recorded": recipe.local.record, "bf16": Site("", local=recipe.local).bf16, "epochs": options.epochs,
         "seconds_per_epoch": seconds, "with_switches": switched, "with_switches_over_training": switched / seconds,
         "samples_per_second": views / 2 / seconds, "gflop_per_view": per_view / 1e9,
-        "matrix_product_tflops": rate / 1e12, "share_of_matrix_product_rate": per_view * views / seconds / rate,
+        "matrix_product_tflops": rate / 1e12, "sustained_matrix_product_tflops": sustained / 1e12, "share_of_matrix_product_rate": per_view * views / seconds / rate,
+        "share_of_sustained_rate": per_view * views / seconds / sustained, "clocks_and_power_while_training": clocks,
         "seconds_from_process_start_to_first_epoch": first,
     }  # fmt: skip
     if device.type == "cuda":
