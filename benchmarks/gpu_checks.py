@@ -147,7 +147,7 @@ def uploads_of_a_run(folder: Path, **local: Any) -> list[str]:
         ("training.batch_size", 128),
         ("snapshots", [1, 2]),
     ]
-    recipe = load("fafi", [*overrides, ("partition.clients", 4), ("fusion", ["iffi"])])
+    recipe = load("fafi", [*overrides, ("partition.clients", 4)])
     run(change(recipe, {f"local.{key}": value for key, value in local.items()}), folder, data=data)
     return [Upload.content_of(path) for path in sorted((folder / "uploads").iterdir())]
 

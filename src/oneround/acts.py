@@ -47,6 +47,7 @@ from oneround.training.feature_sums import feature_sums
 from oneround.training.reference import make_reference
 from oneround.training.server_side import public_images
 from oneround.training.shared_base import SHARED
+from oneround.training.step import unrecorded
 
 
 def resolve(recipe: Recipe, data: Dataset) -> Recipe:
@@ -231,14 +232,16 @@ def _upload(learner: Learner) -> Upload:
     if stopped and learner.epoch == broadcast.first_epoch:
         raise RunError(stopped)  # no epoch counts: the client sends this refusal
     encoding = recipe.upload.encoding
+    with unrecorded:
+        statistics, summed = as_received(_measure(learner, broadcast), encoding), feature_sums(broadcast, site)
     return Upload(
         client=site.name,
         recipe_digest=broadcast.digest,
         epoch=learner.epoch,
         class_counts=disclosed_counts(learner.counts, recipe.reveal),
         weights=as_received(learner.net.weights(), encoding),
-        statistics=as_received(_measure(learner, broadcast), encoding),
-        sums=feature_sums(broadcast, site),
+        statistics=statistics,
+        sums=summed,
         history=disclosed_history(learner.history, recipe.reveal),
         stopped=stopped,
         encoding=encoding,

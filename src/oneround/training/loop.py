@@ -33,7 +33,7 @@ from oneround.training.batched_step import BatchedStepper
 from oneround.training.batches import batches
 from oneround.training.idle import IdleStates, State, write_state
 from oneround.training.shared_base import SHARED, depth_of
-from oneround.training.step import ClientState, Stepper, recording
+from oneround.training.step import ClientState, Stepper, unrecorded
 
 log = logging.getLogger("oneround")
 Emit = Callable[[dict[str, Any]], None]
@@ -202,7 +202,8 @@ class Learner:
                 self.stepper(*batch)
                 if self.companion:
                     last = step + 1 == len(plan) and self.epoch + 1 == self.broadcast.last_epoch
-                    self.companion.after_step(self.net, *batch, last)
+                    with unrecorded:
+                        self.companion.after_step(self.net, *batch, last)
                 if time.monotonic() - reported > 0.2:
                     reported = time.monotonic()
                     done = {"epoch": self.epoch + 1, "done": step + 1, "of": len(plan)}
@@ -330,7 +331,7 @@ class Trainer:
         if self._stepper is None or self._structure != structure:
             self._stepper = None
             if site.device.type == "cuda":
-                with recording:
+                with unrecorded:
                     gc.collect()  # the old recording holds device memory until it is collected
                     torch.cuda.empty_cache()
             self._stepper = make()

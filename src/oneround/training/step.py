@@ -44,8 +44,9 @@ Losses = tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]]
 """L_base, every term's value; the irreducible part of L_base and L_align, where the stage aligns."""
 
 
-recording = threading.Lock()
-"""Held while a thread records a step or gives memory back: both stop the whole device for a moment."""
+unrecorded = threading.RLock()
+"""Held by a thread that works on the device otherwise than by replaying a step: the library of convolutions makes the whole device wait
+when it compares algorithms, and nothing may do that while another thread records."""
 
 
 class _Streams(threading.local):
@@ -246,7 +247,8 @@ class Stepper(ClientState):
         if self.stage.is_due(images):
             self._record(images)
         if images not in self.stage.recorded:
-            self._step(pixels, labels, numbers)
+            with unrecorded:
+                self._step(pixels, labels, numbers)
             self.stage.eager[images] += 1
             return
         for buffer, value in zip(self._inputs(images), (pixels, labels, numbers), strict=True):
@@ -361,7 +363,7 @@ class Stepper(ClientState):
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads use the device meanwhile: one trains another client, one writes the states of idle ones.
-            with recording, torch.cuda.graph(graph, self._pool, self.stream, capture_error_mode="thread_local"):
+            with unrecorded, torch.cuda.graph(graph, self._pool, self.stream, capture_error_mode="thread_local"):
                 self._step(*self._inputs(images))
         except RuntimeError as error:
             log.warning("a step cannot be recorded as a CUDA graph and runs eagerly: %s", str(error).splitlines()[0])
