@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 from conftest import small_recipe
 from oneround.config.load import change
+from oneround.config.recipe import Local
 from oneround.data import Dataset
 from oneround.errors import Interrupted
 from oneround.simulate import lanes, run, workers
@@ -60,6 +62,24 @@ def test_how_many_clients_train_at_a_time_does_not_matter(
     assert final(tmp_path / "one") == final(tmp_path / "two")
     assert timeless(tmp_path / "one") == timeless(tmp_path / "two")
     assert {name for name, _ in seen} == {"lane_0", "lane_1"}
+
+
+@pytest.mark.parametrize(("device", "count", "asked"), [("cuda", None, False), ("cuda", 1, False), ("cuda", 2, True), ("cpu", 2, False)])  # fmt: skip
+def test_two_at_a_time_is_for_a_gpu_and_on_request(
+    digits: Dataset, monkeypatch: pytest.MonkeyPatch, device: str, count: int | None, asked: bool
+) -> None:
+    wanted = []
+
+    def begin(pool: WorkerPool, device: torch.device, lanes: bool) -> None:
+        wanted.append(lanes)
+        raise Closing
+
+    monkeypatch.setattr(workers, "choose_device", torch.device)
+    monkeypatch.setattr(WorkerPool, "_begin", begin)
+    job = SimpleNamespace(local=Local(device=device, workers=count))
+    with WorkerPool(digits.train, 1) as pool, pytest.raises(Closing):
+        pool.submit(job)  # type: ignore[arg-type]
+    assert wanted == [asked]
 
 
 class Crowd:

@@ -1,7 +1,7 @@
 """Workers train clients: this process, or several beside it, each one client at a time.
 
-On a CPU, small networks train fastest with one thread per client and several clients at once; on a GPU, clients take turns in two lanes
-of this process (lanes.py). Results do not depend on the worker: every client has its own random generators and a fixed number of threads.
+On a CPU, small networks train fastest with one thread per client and several clients at once; on a GPU, clients take turns in this
+process, on request two at a time (lanes.py). Results do not depend on the worker: every client has its own random generators and a fixed number of threads.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _write(upload: Upload, job: TrainJob) -> str:
 
 
 class WorkerPool:
-    """Workers that take jobs, as a context. A pool of one trains in this process: on a GPU in lanes, otherwise when a job is submitted."""
+    """Workers that take jobs, as a context. A pool of one trains in this process when a job is submitted, or in lanes."""
 
     def __init__(self, data: Images, size: int, emit: Emit = silent, deadline: float | None = None) -> None:
         self.data, self.size, self.emit, self.deadline = data, size, emit, deadline
@@ -169,7 +169,7 @@ class WorkerPool:
                 return self._pool.submit(in_process, job)
         device = choose_device(local.device)
         if self._lanes is None and self._worker is None:
-            self._begin(device, lanes=device.type == "cuda" and local.workers != 1)
+            self._begin(device, lanes=device.type == "cuda" and (local.workers or 1) > 1)
         if self._lanes is not None:
             return self._lanes.submit(lambda worker: here(worker, job))
         assert self._worker is not None
