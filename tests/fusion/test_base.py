@@ -37,6 +37,26 @@ def test_an_expert_has_its_counts_and_its_answer_to_noise(federation: Federation
         assert torch.equal(expert.statistic(name), value)
 
 
+@pytest.mark.parametrize("rule", [*NETWORK_RULES, {"kind": "split", "restate": "none"}], ids=str)
+def test_a_model_in_training_mode_leaves_the_uploads_as_they_were(
+    rule: str | dict[str, str], federation: Federation, digits: Dataset
+) -> None:
+    """Its batch norm follows the images; neither an upload nor the shared base of another expert does."""
+    _, broadcast, uploads = federation
+    before = [{name: value.clone() for name, value in upload.weights.items()} for upload in uploads]
+    model = acts.fuse(uploads, broadcast, rule=rules.parse(rule))
+    if isinstance(model.inference, Ensemble):
+        model.inference.load_experts()
+    statistics = [value for name, value in model.named_buffers() if name.endswith("running_mean")]
+    assert len({value.data_ptr() for value in statistics}) == len(statistics)
+    earlier = [value.clone() for value in statistics]
+    model.train()
+    model(digits.test.pixels[:64].float() / 255)
+    assert not statistics or not any(torch.equal(one, other) for one, other in zip(earlier, statistics, strict=True))
+    for upload, weights in zip(uploads, before, strict=True):
+        assert all(torch.equal(upload.weights[name], value) for name, value in weights.items()), upload.client
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_saved_experts_are_built_again(federation: Federation, digits: Dataset, streamed: bool) -> None:
     _, broadcast, uploads = federation

@@ -25,7 +25,7 @@ from oneround.models.inference import (
     Totals,
     to_inference,
 )
-from oneround.models.prototype import network_from
+from oneround.models.prototype import network_from, with_own_statistics
 from oneround.protocol.messages import Broadcast, Shapes, Upload, strip_prefix
 from oneround.seeds import generator
 from oneround.site import Site
@@ -162,7 +162,7 @@ class SavedModel:
 def expert_of(upload: Upload, broadcast: Broadcast, device: torch.device) -> Expert:
     """A client's network ready for inference, with its feature of a noise image that is the same for all."""
     encoder = broadcast.recipe.encoder
-    net = network_from(encoder, broadcast.shape[0], broadcast.classes, upload.weights)
+    net = with_own_statistics(network_from(encoder, broadcast.shape[0], broadcast.classes, upload.weights))
     expert = to_inference(Expert(net, torch.tensor(upload.samples), upload.class_counts, upload.statistics), device)
     noise = torch.randn(1, *broadcast.shape, generator=generator(broadcast.recipe.seeds.initialisation, "noise image"))
     expert.noise_feature.copy_(expert.net.encoder(noise.to(device))[0])

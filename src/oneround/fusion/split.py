@@ -31,7 +31,7 @@ from oneround.fusion.average import average_weights
 from oneround.fusion.base import EnsembleRule, Rule, SavedModel, expert_of, rules
 from oneround.models.blocks import blocks
 from oneround.models.inference import Ensemble, Expert, Experts, Inference, Single, to_inference
-from oneround.models.prototype import PrototypeNet, build, network_from
+from oneround.models.prototype import PrototypeNet, build, network_from, with_own_statistics
 from oneround.protocol import Broadcast, Upload
 from oneround.protocol.messages import Shapes
 from oneround.site import Site
@@ -119,9 +119,11 @@ class SplitExperts:
 
     def _restated(self, weights: dict[str, Tensor], images: Images) -> dict[str, Tensor]:
         """The weights with batch-norm statistics of these images."""
-        copies = {name: value.clone() for name, value in weights.items()}  # restate changes them in place
-        net = network_from(self.broadcast.recipe.encoder, self.broadcast.shape[0], self.broadcast.classes, copies)
-        restate(to_inference(net, self.device), images.batches(self.device, *preprocessing(self.broadcast.recipe)))
+        net = network_from(self.broadcast.recipe.encoder, self.broadcast.shape[0], self.broadcast.classes, weights)
+        restate(
+            to_inference(with_own_statistics(net), self.device),
+            images.batches(self.device, *preprocessing(self.broadcast.recipe)),
+        )
         return net.weights()
 
     def _means(self) -> list[dict[str, Tensor]]:

@@ -81,10 +81,18 @@ def meta_network(part: Part, channels: int, classes: int, head: str) -> Prototyp
 
 
 def network_from(part: Part, channels: int, classes: int, weights: dict[str, Tensor]) -> PrototypeNet:
-    """The network with these weights, built on the meta device, so no random weights are drawn first."""
+    """The network that has these tensors themselves, built on the meta device, so no random weights are drawn first."""
     with torch.device("meta"):
         net = build(part, channels, classes, "linear" if "bias" in weights else "prototypes")
     net.load_state_dict(weights, assign=True)
+    return net
+
+
+def with_own_statistics(net: PrototypeNet) -> PrototypeNet:
+    """The network with copies of its norm statistics, which training mode changes in place; parameters stay as they are."""
+    for module in net.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.clone())
     return net
 
 
