@@ -12,8 +12,8 @@ from pathlib import Path
 OWNER_ONLY = 0o600
 
 
-def write_durably(path: Path, raw: bytes, *, flush: bool = True, mode: int = 0o666) -> None:
-    """Write atomically: a temporary file, flushed to disk, then renamed. `mode`: its permissions, from the first byte on.
+def write_durably(path: Path, *raw: bytes | memoryview, flush: bool = True, mode: int = 0o666) -> None:
+    """Write these pieces atomically: a temporary file, flushed to disk, then renamed. `mode`: its permissions, from the first byte on.
 
     Without `flush` the file survives a crash of the program but not of the machine.
     """
@@ -22,7 +22,7 @@ def write_durably(path: Path, raw: bytes, *, flush: bool = True, mode: int = 0o6
     temporary.unlink(missing_ok=True)
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(raw)
+            file.writelines(raw)
             if flush:
                 file.flush()
                 os.fsync(file.fileno())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -68,3 +71,29 @@ def test_json_that_is_nested_too_deep_is_refused(federation: Federation) -> None
     refuse(federation, framed(deep.encode(), b""), "its header is nested too deep")
     header["__metadata__"]["oneround"] = deep
     refuse(federation, framed(json.dumps(header).encode(), raw[8 + length :]), "damaged manifest")
+
+
+def test_the_bytes_are_those_of_the_library() -> None:
+    random = torch.Generator().manual_seed(0)
+    tensors = {
+        f'{dtype} ü "{number}"': (100 * torch.rand(shape, generator=random)).to(dtype)
+        for dtype in blob.TYPES
+        for number, shape in enumerate([(3, 5), (), (0, 4), (7,)])
+    }
+    tensors["not contiguous"] = torch.rand(4, 6, 2, 2, generator=random).contiguous(memory_format=torch.channels_last)
+    raw = blob.pack("state", tensors, {"client": "ä", "epoch": 3})
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    assert raw == safetensors.torch.save(contiguous, metadata=header["__metadata__"])
+    assert all(torch.equal(value, tensors[name]) for name, value in safetensors.torch.load(raw).items())
+
+
+def test_a_message_is_written_without_a_copy_of_its_tensors(tmp_path: Path) -> None:
+    tensor = torch.arange(6.0)
+    _, content = blob.pieces("state", {"a": tensor}, {})
+    tensor[0] = 9
+    assert np.frombuffer(content, np.float32)[0] == 9
+    blob.write(
+        tmp_path / "file", "state", {"a": tensor}, {"client": "a", "recipe_digest": "0", "epoch": 1, "history": []}
+    )
+    assert torch.equal(blob.read(tmp_path / "file", "state")[1]["a"], tensor)

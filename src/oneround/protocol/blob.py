@@ -33,7 +33,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
     def line(name: str) -> str:
         tensor = tensors[name]
-        digest = hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+        digest = hashlib.sha256(_buffer(tensor)).hexdigest()
         return f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:{digest}\n"
 
     names = sorted(tensors)
@@ -45,8 +45,11 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def pack(kind: str, tensors: Mapping[str, Tensor], manifest: Manifest) -> bytes:
-    """A message as bytes. Tensors must be on the CPU."""
+def pieces(kind: str, tensors: Mapping[str, Tensor], manifest: Manifest) -> list[bytes | memoryview]:
+    """A message in pieces that are its bytes one after another; tensors must be on the CPU and are not copied.
+
+    The bytes are those of `safetensors.torch.save`, which makes them in one go, while no other thread of Python runs.
+    """
     full = {
         "format": FORMAT,
         "kind": kind,
@@ -54,7 +57,50 @@ def pack(kind: str, tensors: Mapping[str, Tensor], manifest: Manifest) -> bytes:
         "sha256": checksum(tensors),
         **manifest,
     }
-    return safetensors.torch.save(dict(tensors), metadata={"oneround": json.dumps(full, sort_keys=True)})
+    header: dict[str, Any] = {"__metadata__": {"oneround": json.dumps(full, sort_keys=True)}}
+    order, end, content = list(TYPES), 0, []
+    for name in sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name)):
+        tensor = tensors[name]
+        header[name] = {
+            "dtype": TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+        content.append(_buffer(tensor))
+    raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return [len(raw).to_bytes(8, "little") + raw, *content]
+
+
+TYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names in the header, in the order of a file: large ones first, so that each is aligned."""
+
+
+def _buffer(tensor: Tensor) -> memoryview:
+    """A tensor's bytes."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def pack(kind: str, tensors: Mapping[str, Tensor], manifest: Manifest) -> bytes:
+    """A message as bytes. Tensors must be on the CPU."""
+    return b"".join(pieces(kind, tensors, manifest))
+
+
+def write(path: Path, kind: str, tensors: Mapping[str, Tensor], manifest: Manifest, *, flush: bool = True) -> None:
+    """Write a message, replacing the file."""
+    write_durably(path, *pieces(kind, tensors, manifest), flush=flush)
 
 
 def unpack(

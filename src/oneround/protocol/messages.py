@@ -190,8 +190,8 @@ class Upload:
         encoded = encode(prefixed(weights=self.weights, statistics=self.statistics), self.encoding)
         return encoded | prefixed(sums=self.sums)  # sums have a precision of their own
 
-    def pack(self) -> bytes:
-        manifest = {
+    def _manifest(self) -> blob.Manifest:
+        manifest: blob.Manifest = {
             "client": self.client,
             "recipe_digest": self.recipe_digest,
             "epoch": self.epoch,
@@ -201,10 +201,13 @@ class Upload:
         }
         if self.roster:
             manifest |= {"roster": list(self.roster), "context": self.context}
-        return blob.pack("upload", self._tensors(), manifest)
+        return manifest
+
+    def pack(self) -> bytes:
+        return blob.pack("upload", self._tensors(), self._manifest())
 
     def write(self, path: str | PathLike[str], *, flush: bool = True) -> None:
-        blob.write_durably(Path(path), self.pack(), flush=flush)
+        blob.write(Path(path), "upload", self._tensors(), self._manifest(), flush=flush)
 
     @staticmethod
     def unpack(raw: bytes, broadcast: Broadcast, statistics: Shapes, where: str = "upload") -> Upload:

@@ -36,7 +36,7 @@ class State(NamedTuple):
 
 def write_state(path: Path, state: State) -> None:
     """Replace the file; it survives a kill of the program."""
-    blob.write_durably(path, blob.pack("state", all_on_cpu(state.tensors), state.manifest), flush=False)
+    blob.write(path, "state", all_on_cpu(state.tensors), state.manifest, flush=False)
 
 
 class IdleStates:

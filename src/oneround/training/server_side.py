@@ -74,7 +74,7 @@ def train_on_server(
 
 def write_state(path: Path, kind: str, tensors: dict[str, Tensor], broadcast: Broadcast) -> None:
     """Write tensors that the server keeps from round to round."""
-    blob.write_durably(path, blob.pack(kind, tensors, {"recipe_digest": broadcast.digest}))
+    blob.write(path, kind, tensors, {"recipe_digest": broadcast.digest})
 
 
 def read_state(path: Path, kind: str, broadcast: Broadcast, fix: str) -> dict[str, Tensor]:
