@@ -21,6 +21,7 @@ from oneround.protocol import Broadcast
 from oneround.site import Site
 from oneround.training.batched_step import BatchedStepper
 from oneround.training.batches import steps_per_epoch
+from oneround.training.copies import copies
 from oneround.training.loop import Emit, Learner, Trainer, learning_rate, silent
 
 StepShape = tuple[int, int, int]
@@ -80,7 +81,7 @@ class Group:
                 return
             epoch = min(each.epoch for each in behind.values())
             active = {slot: each for slot, each in behind.items() if each.epoch == epoch}
-            before = {name: tensor.clone() for name, tensor in self.stepper.learned.items()}
+            before = copies(self.stepper.learned)
             try:
                 metrics = self._run_epoch(active, epoch)
             except torch.OutOfMemoryError:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from oneround.models.prototype import all_on_cpu
 from oneround.protocol import blob
+from oneround.training.copies import copies
 
 SHARE_OF_DEVICE = 0.25
 """Of the device's memory for the states of idle clients; the oldest leave it first."""
@@ -61,7 +62,7 @@ class IdleStates:
 
     def keep(self, path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], seconds: float) -> None:
         """Copy a state, and have it written if the last file is older than `seconds`; OSError if an earlier one could not be."""
-        state = State(dict(manifest), {name: tensor.detach().clone() for name, tensor in tensors.items()})
+        state = State(dict(manifest), copies(tensors))
         with self._lock:
             self._drop(path)
             self._kept[path] = state

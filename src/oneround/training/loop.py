@@ -31,6 +31,7 @@ from oneround.training import safeguards
 from oneround.training.alignment.aligner import instability_threshold
 from oneround.training.batched_step import BatchedStepper
 from oneround.training.batches import batches
+from oneround.training.copies import copies, overwrite
 from oneround.training.idle import IdleStates, State, write_state
 from oneround.training.shared_base import SHARED, depth_of
 from oneround.training.step import ClientState, Stepper, unrecorded
@@ -124,7 +125,7 @@ class Learner:
     def train(self, until: int) -> None:
         """Train to the end of epoch `until`, saving state on the way; a safeguard may stop it earlier."""
         while self.epoch < until and not self.stopped:
-            before = {name: tensor.clone() for name, tensor in self.state.learned.items()}
+            before = copies(self.state.learned)
             try:
                 metrics = self._run_epoch(until)
             except torch.OutOfMemoryError:
@@ -178,8 +179,7 @@ class Learner:
         return not undone
 
     def _restore(self, learned: dict[str, Tensor]) -> None:
-        for name, tensor in self.state.learned.items():
-            tensor.copy_(learned[name])
+        overwrite(self.state.learned, learned)
 
     def _out_of_memory_message(self) -> str:
         fits, key = self.stepper.largest_batch(), self.batch_key

@@ -31,6 +31,7 @@ from oneround.protocol.messages import Broadcast, prefixed
 from oneround.site import Site
 from oneround.training import objective, trace
 from oneround.training.alignment.aligner import Aligner
+from oneround.training.copies import overwrite
 from oneround.training.feature_queue import FeatureQueue
 from oneround.training.sgd import SGD
 from oneround.training.shared_base import SharedBase
@@ -111,8 +112,11 @@ class ClientState(ABC):
 
     def restart(self, momentum: dict[str, Tensor] | None = None) -> None:
         """Reset the momentum, or load a saved one."""
-        for name, buffer in self.momentum.items():
-            buffer.copy_(momentum[name]) if momentum else buffer.zero_()
+        live = self.momentum
+        if momentum:
+            overwrite(live, momentum)
+        elif live:
+            torch._foreach_zero_(list(live.values()))
 
 
 class Stepper(ClientState):
