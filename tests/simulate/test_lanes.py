@@ -29,11 +29,10 @@ from run_files import final, timeless
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def in_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool of one trains in lanes, as on a GPU, and keeps the states of idle clients."""
+def train_in_lanes(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """From now on, a pool of one trains in so many lanes, as on a GPU, and keeps the states of idle clients."""
     begin = WorkerPool._begin
-    monkeypatch.setattr(WorkerPool, "_begin", lambda pool, device, lanes: begin(pool, device, lanes=True))
+    monkeypatch.setattr(WorkerPool, "_begin", lambda pool, device, lanes: begin(pool, device, count))
     monkeypatch.setattr(IdleStates, "on", lambda device: IdleStates(10**9))
 
 
@@ -46,31 +45,32 @@ def in_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["one round", "two rounds", "clients that know each other's spread"],
 )
+@pytest.mark.parametrize("count", [1, 2])
 def test_how_many_clients_train_at_a_time_does_not_matter(
-    digits: Dataset, tmp_path: Path, request: pytest.FixtureRequest, preset: str, changes: dict[str, Any]
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, changes: dict[str, Any], count: int
 ) -> None:
     recipe = small_recipe(preset, training__epochs=3, partition__clients=4, local__workers=1, **changes)
     run(recipe, tmp_path / "one", data=digits)
-    request.getfixturevalue("in_lanes")
+    train_in_lanes(monkeypatch, count)
     seen: list[tuple[str, str]] = []
 
     def emit(event: dict[str, Any]) -> None:
         if event["event"] == "epoch":
             seen.append((threading.current_thread().name, event["client"]))
 
-    run(recipe, tmp_path / "two", data=digits, emit=emit)
-    assert final(tmp_path / "one") == final(tmp_path / "two")
-    assert timeless(tmp_path / "one") == timeless(tmp_path / "two")
-    assert {name for name, _ in seen} == {"lane_0", "lane_1"}
+    run(recipe, tmp_path / "lanes", data=digits, emit=emit)
+    assert final(tmp_path / "one") == final(tmp_path / "lanes")
+    assert timeless(tmp_path / "one") == timeless(tmp_path / "lanes")
+    assert {name for name, _ in seen} == {f"lane_{number}" for number in range(count)}
 
 
-@pytest.mark.parametrize(("device", "count", "asked"), [("cuda", None, False), ("cuda", 1, False), ("cuda", 2, True), ("cpu", 2, False)])  # fmt: skip
+@pytest.mark.parametrize(("device", "count", "asked"), [("cuda", None, 1), ("cuda", 1, 1), ("cuda", 5, 2), ("cpu", 5, 0)])  # fmt: skip
 def test_two_at_a_time_is_for_a_gpu_and_on_request(
-    digits: Dataset, monkeypatch: pytest.MonkeyPatch, device: str, count: int | None, asked: bool
+    digits: Dataset, monkeypatch: pytest.MonkeyPatch, device: str, count: int | None, asked: int
 ) -> None:
     wanted = []
 
-    def begin(pool: WorkerPool, device: torch.device, lanes: bool) -> None:
+    def begin(pool: WorkerPool, device: torch.device, lanes: int) -> None:
         wanted.append(lanes)
         raise Closing
 
@@ -104,7 +104,7 @@ def test_the_first_client_is_alone_and_a_second_lane_needs_room(
 ) -> None:
     crowd, asked = Crowd(), []
     monkeypatch.setattr(lanes, "has_room", lambda device: asked.append(crowd.most) or room)  # type: ignore[func-returns-value]
-    pool: Lanes[Crowd] = Lanes(lambda emit: crowd, lambda event: None, CPU)
+    pool: Lanes[Crowd] = Lanes(lambda emit: crowd, lambda event: None, CPU, 2)
     written_by = [pool.submit(lambda worker: worker.work()) for _ in range(6)]
     assert {each.result(60)[:6] for each in written_by} == {"upload"}
     pool.close(at_once=False)
@@ -113,10 +113,10 @@ def test_the_first_client_is_alone_and_a_second_lane_needs_room(
 
 def test_a_lane_does_not_run_ahead_of_the_disk() -> None:
     disk, trained = threading.Event(), []
-    pool: Lanes[None] = Lanes(lambda emit: None, lambda event: None, CPU)
+    pool: Lanes[None] = Lanes(lambda emit: None, lambda event: None, CPU, 2)
     done = [pool.submit(lambda _, n=number: trained.append(n) or disk.wait) for number in range(12)]  # type: ignore[misc,func-returns-value]
     time.sleep(0.5)
-    assert len(trained) <= 2 * lanes.LANES + lanes.LANES
+    assert len(trained) <= 3 * lanes.MOST
     disk.set()
     assert all(each.result(60) for each in done) and sorted(trained) == list(range(12))
     pool.close(at_once=False)
@@ -126,7 +126,7 @@ def test_errors_of_training_and_of_writing_reach_the_caller_and_the_others_go_on
     def fail(*_: object) -> Any:
         raise OSError("full")
 
-    pool: Lanes[None] = Lanes(lambda emit: None, lambda event: None, CPU)
+    pool: Lanes[None] = Lanes(lambda emit: None, lambda event: None, CPU, 2)
     training, writing, fine = pool.submit(fail), pool.submit(lambda _: fail), pool.submit(lambda _: lambda: 3)
     for each in (training, writing):
         with pytest.raises(OSError, match="full"):
@@ -147,7 +147,7 @@ def test_a_pool_that_is_left_stops_its_clients_at_their_next_event() -> None:
             stopped.set()
             raise
 
-    pool: Lanes[Any] = Lanes(lambda emit: emit, events.append, CPU)
+    pool: Lanes[Any] = Lanes(lambda emit: emit, events.append, CPU, 2)
     futures = [pool.submit(train) for _ in range(3)]
     while not events:
         time.sleep(0.01)
@@ -156,8 +156,11 @@ def test_a_pool_that_is_left_stops_its_clients_at_their_next_event() -> None:
     assert isinstance(futures[0].exception(1), Closing) and not futures[2].done()
 
 
-@pytest.mark.usefixtures("in_lanes")
-def test_interrupted_it_is_resumed(digits: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_interrupted_it_is_resumed(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    train_in_lanes(monkeypatch, count)
     recipe = small_recipe("fafi", training__epochs=4, partition__clients=4, local__workers=1, snapshots=2)
 
     def interrupt(event: dict[str, Any]) -> None:
@@ -181,7 +184,7 @@ from oneround.simulate.workers import WorkerPool
 from oneround.training.idle import IdleStates
 simulation.consensus = lambda spreads, epochs: 1 / (1 + len([epoch for epoch in spreads if epoch <= epochs]))  # it falls
 begin = WorkerPool._begin
-WorkerPool._begin = lambda pool, device, lanes: begin(pool, device, lanes=True)
+WorkerPool._begin = lambda pool, device, lanes: begin(pool, device, 2)
 IdleStates.on = lambda device: IdleStates(10**9)
 recipe = small_recipe("etf-annealed", alignment__schedule="consensus", training__epochs=24, partition__clients=3, snapshots=[8, 16],
                       local__workers=1, local__checkpoint_seconds=0.3)

@@ -1,4 +1,4 @@
-"""Two clients at a time on one GPU: while one loads, waits or writes, the other computes, and their small kernels overlap.
+"""Clients on one GPU, one or two at a time: while one loads or waits, the other computes, and their small kernels overlap.
 
 A lane is a thread with a worker, and so a network, a recorded step and a stream, of its own. Results are those of one client at a time.
 Uploads are written by further threads.
@@ -15,7 +15,7 @@ import torch
 
 from oneround.training import Emit
 
-LANES = 2  # a third gains nothing on an H200
+MOST = 2  # lanes; a third gains nothing on an H200
 ROOM = 1.5  # free memory, in that of the clients before, that a second lane needs
 
 
@@ -28,17 +28,17 @@ class Closing(Exception):
 
 
 class Lanes(Generic[W]):
-    """Threads that work on one device; `worker` makes the worker of a thread."""
+    """So many threads that work on one device; `worker` makes the worker of a thread."""
 
-    def __init__(self, worker: Callable[[Emit], W], emit: Emit, device: torch.device) -> None:
+    def __init__(self, worker: Callable[[Emit], W], emit: Emit, device: torch.device, lanes: int) -> None:
         self._make, self._emit, self._device = worker, emit, device
         self._own = threading.local()
         self._emitting, self._first = threading.Lock(), threading.Lock()
         self._room_for_two: bool | None = None
         """Not known before one client was trained."""
         self._closing = False
-        self._lanes, self._writers = (ThreadPoolExecutor(LANES, thread_name_prefix=each) for each in ("lane", "upload"))
-        self._unwritten = threading.Semaphore(2 * LANES)
+        self._lanes, self._writers = (ThreadPoolExecutor(lanes, thread_name_prefix=each) for each in ("lane", "upload"))
+        self._unwritten = threading.Semaphore(2 * lanes)
         """Uploads in memory: a lane that is further ahead of the disk waits."""
 
     def submit(self, work: Callable[[W], Callable[[], T]]) -> Future[T]:

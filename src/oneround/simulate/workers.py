@@ -1,7 +1,7 @@
 """Workers train clients: this process, or several beside it, each one client at a time.
 
-On a CPU, small networks train fastest with one thread per client and several clients at once; on a GPU, clients take turns in this
-process, on request two at a time (lanes.py). Results do not depend on the worker: every client has its own random generators and a fixed number of threads.
+On a CPU, small networks train fastest with one thread per client and several clients at once; on a GPU, clients take turns in
+lanes of this process (lanes.py). Results do not depend on the worker: every client has its own random generators and a fixed number of threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from oneround.privacy.masks import simulated_masker
 from oneround.processes import begin_worker, hidden_main, load_workers, worker_pool
 from oneround.protocol import Broadcast, Upload
 from oneround.runs.folder import RunFolder
-from oneround.simulate.lanes import Lanes
+from oneround.simulate.lanes import MOST, Lanes
 from oneround.site import Site, choose_device
 from oneround.training import Emit, Trainer, silent
 from oneround.training.idle import IdleStates
@@ -117,7 +117,7 @@ def _write(upload: Upload, job: TrainJob) -> str:
 
 
 class WorkerPool:
-    """Workers that take jobs, as a context. A pool of one trains in this process when a job is submitted, or in lanes."""
+    """Workers that take jobs, as a context. A pool of one trains in this process: on a GPU in lanes, otherwise when a job is submitted."""
 
     def __init__(self, data: Images, size: int, emit: Emit = silent, deadline: float | None = None) -> None:
         self.data, self.size, self.emit, self.deadline = data, size, emit, deadline
@@ -169,7 +169,7 @@ class WorkerPool:
                 return self._pool.submit(in_process, job)
         device = choose_device(local.device)
         if self._lanes is None and self._worker is None:
-            self._begin(device, lanes=device.type == "cuda" and (local.workers or 1) > 1)
+            self._begin(device, min(local.workers or 1, MOST) if device.type == "cuda" else 0)
         if self._lanes is not None:
             return self._lanes.submit(lambda worker: here(worker, job))
         assert self._worker is not None
@@ -177,8 +177,8 @@ class WorkerPool:
         done.set_result(here(self._worker, job)())
         return done
 
-    def _begin(self, device: torch.device, *, lanes: bool) -> None:
-        """Make what trains in this process; on a GPU the images stay there, if they take less than a quarter of what is free."""
+    def _begin(self, device: torch.device, lanes: int) -> None:
+        """Make what trains in this process: so many lanes, or a worker; on a GPU the images stay there, if they take less than a quarter of what is free."""
         self._idle, data = IdleStates.on(device), self.data
         if device.type == "cuda" and 4 * data.pixels.nbytes < torch.cuda.mem_get_info(device)[0]:
             data = data.to(device)
@@ -187,7 +187,7 @@ class WorkerPool:
             return Worker(data, emit, self.deadline, self._idle)
 
         if lanes:
-            self._lanes = Lanes(make, self.emit, device)
+            self._lanes = Lanes(make, self.emit, device, lanes)
         else:
             self._worker = make(self.emit)
 
