@@ -60,13 +60,14 @@ def federation(digits: Dataset) -> tuple[Broadcast, list[Upload]]:
     return broadcast, [acts.train(broadcast, Site(f"c{k}", digits.train.take(mine))) for k, mine in enumerate(holds)]
 
 
-@pytest.mark.parametrize("chosen", ["all", "each", "client"])
+@pytest.mark.parametrize("chosen", ["all", "each", "client", 2])
 def test_shared_blocks_are_averaged_and_others_are_the_clients_own(
-    chosen: str, federation: tuple[Broadcast, list[Upload]]
+    chosen: str | int, federation: tuple[Broadcast, list[Upload]]
 ) -> None:
     broadcast, uploads = federation
     rule = rules.parse({"kind": "split", "chosen": chosen, "restate": "none"})
     experts = SplitExperts(rule, uploads, broadcast, Site("server"))
+    assert chosen != 2 or experts.shared == [2, 2, 2]
     if chosen == "each":
         experts.shared = [3, 2, 1]
         experts.means = experts._means()
@@ -77,6 +78,24 @@ def test_shared_blocks_are_averaged_and_others_are_the_clients_own(
             mean = average_weights(sharers) if sharers else {}
             source = mean if depth < experts.shared[number] else upload.weights
             assert all(torch.equal(tensors[name], source[name]) for name in names), (number, depth)
+
+
+def test_a_number_of_blocks_needs_no_labels_and_must_leave_a_head(digits: Dataset) -> None:
+    given = small_recipe(fusion=["iffi", {"kind": "split", "chosen": 3}])
+    recipe = acts.resolve(given, digits)
+    assert not rules.of(recipe.fusion[1]).needs.class_counts and rules.parse("split").needs.class_counts
+    acts.prepare(recipe, digits.class_names, digits.shape)
+    deeper = acts.resolve(small_recipe(fusion=["iffi", {"kind": "split", "chosen": 4}]), digits)
+    with pytest.raises(
+        RecipeError, match=r"^fusion.1.chosen = 4: cnn.* has 4 blocks, and the last one is never shared; give 1 to 3$"
+    ):
+        acts.prepare(deeper, digits.class_names, digits.shape)
+    for wrong in (0, -1, "some"):
+        with pytest.raises(
+            RecipeError,
+            match=rf"^fusion.0.chosen = {json.dumps(wrong)}: must be all, each, client, declared, or a number of .*from 1 on$",
+        ):
+            small_recipe(fusion=[{"kind": "split", "chosen": wrong}])
 
 
 def test_statistics_measured_anew_are_those_of_the_images(

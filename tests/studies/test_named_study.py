@@ -16,6 +16,8 @@ from oneround.data import Dataset
 from oneround.errors import RecipeError
 from oneround.runs.record import RunRecord, keys_of
 from oneround.studies.named_study import Cell, cells, keys_today, names, read_study, seeds_of
+from oneround.studies.reproduce import trainings
+from oneround.studies.sweep import part_of
 
 DEALT = ("data.", "partition.", "public", "validation", "label_noise", "seeds.")
 """Keys that say who holds which sample."""
@@ -33,8 +35,8 @@ def test_every_variant_of_a_study_is_a_recipe_and_has_the_others_partitions(name
         unit = cell.setting, cell.partition, cell.seed
         by_unit.setdefault(unit, set()).add(json.dumps(dealt, sort_keys=True))
     assert all(len(each) == 1 for each in by_unit.values())
-    learned = {json.dumps(dict(cell.keys), sort_keys=True) for cell in found}
-    assert len(learned) == len(found), "no two cells are the same run"
+    learned = {(json.dumps(dict(cell.keys), sort_keys=True), cell.rule) for cell in found}
+    assert len(learned) == len(found), "no two cells are the same rule of the same run"
 
 
 def test_the_page_lists_the_studies_and_its_example_is_one(tmp_path: Path) -> None:
@@ -43,6 +45,32 @@ def test_the_page_lists_the_studies_and_its_example_is_one(tmp_path: Path) -> No
     (example,) = re.findall(r"```yaml\n(.+?)```", page, re.DOTALL)
     (tmp_path / "mine.yaml").write_text(example, encoding="utf-8")
     assert len(cells(read_study(str(tmp_path / "mine.yaml")))) == 8
+
+
+def test_the_page_s_estimates_are_those_of_the_studies_and_no_call_is_longer_than_nine_minutes() -> None:
+    page = (Path(__file__).parents[2] / "docs/reproduce.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w-]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| (.+) \|$", page, re.MULTILINE)
+    assert sorted(row[0] for row in rows) == names()
+    anchors = [cell.keys for cell in cells(read_study("anchors"))]
+    for name, *numbers, calls in rows:
+        study, longest, measured = read_study(name), 0.0, set[Cell]()
+        runs, epochs, seconds = (int(number.replace(",", "")) for number in numbers)
+        for call in re.findall(r"`([^`]+)`", calls):
+            every = int(call.rpartition("/")[2]) if "--part " in call else 1
+            chosen = seeds_of(call.split("--partitions ")[1]) if "--partitions" in call else ()
+            together = trainings(cells(study, partitions=chosen))
+            for number in range(every):
+                mine = part_of(together, f"{number + 1}/{every}")
+                if "--known" in call:
+                    mine = [each for each in mine if each[0].keys not in anchors]
+                longest = max(longest, sum(1.0 if each[0].first is None else 2.0 for each in mine))
+                measured |= {each[0] for each in mine}
+        firsts = [cell.first for cell in measured if cell.first is not None]
+        recipes = [*(cell.recipe for cell in measured), *firsts]
+        assert (runs, epochs) == (len(recipes), sum(recipe.epochs for recipe in recipes)), name
+        assert name == "mergenet" or seconds == round(1.1 * epochs + 8 * runs), name
+        slowest = 251 if name == "mergenet" else seconds / runs * (1.7 if name == "note-000" else 1.0)
+        assert longest * slowest <= 9 * 60, name
 
 
 def test_studies_that_share_cells_write_them_alike() -> None:
@@ -77,6 +105,15 @@ def test_cells_come_partition_by_partition_and_can_be_chosen(tmp_path: Path) -> 
     ):
         with pytest.raises(RecipeError, match=says):
             cells(study, **chosen_by)
+
+
+def test_a_rule_that_a_variant_is_not_fused_by_is_one_line(tmp_path: Path) -> None:
+    study = read_study(str(study_file(tmp_path, variants={"V4": {"method": "fafi", "rule": "avrage"}, "V7": "etf"})))
+    with pytest.raises(
+        RecipeError, match=r"^rule = avrage: fafi is not fused by it; did you mean 'average'\? \(iffi, average\)$"
+    ):
+        cells(study)
+    assert {cell.rule for cell in cells(study, variants=["V7"])} == {None}
 
 
 def test_seeds_on_the_command_line() -> None:

@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 
 from named_studies import content, study_file
+from oneround.config.load import change
 from oneround.data import Dataset
 from oneround.errors import RecipeError
 from oneround.runs.archive import find_runs
 from oneround.simulate import run
 from oneround.studies.merge import merge_records
 from oneround.studies.named_study import Cell, cells, read_study
-from oneround.studies.reproduce import Progress, _is_kept, reproduce, trainings
+from oneround.studies.outcome import rows_of
+from oneround.studies.reproduce import Progress, _is_kept, read_progress, reproduce, trainings
 from oneround.studies.sweep import part_of
 
 
@@ -136,6 +138,46 @@ def test_a_cell_that_fails_is_reported_and_the_others_go_on(tmp_path: Path) -> N
     assert [event["state"] for event in events if event["event"] == "cell"] == ["failed", "done"]
 
 
-def test_traces_of_the_first_epochs_and_every_fifth_are_kept() -> None:
-    kept = [epoch for epoch in range(1, 51) if _is_kept(epoch, 50)]
-    assert kept == [*range(1, 12), 16, 21, 26, 31, 36, 41, 46, 50]
+def test_variants_that_differ_in_the_rule_share_a_run(whole: Path, tmp_path: Path) -> None:
+    variants = {"V4": "fafi", "average": {"method": "fafi", "rule": "average"}}
+    study = read_study(str(study_file(tmp_path, variants=variants, settings={"plain": {}}, note={})))
+    every, events = cells(study), list[dict[str, Any]]()
+    progress = measured(tmp_path, every, emit=events.append)
+    runs = find_runs([tmp_path / "record.json"])
+    assert len(every) == 4 and len(runs) == 2 and not progress.left
+    rows, again = (rows_of(study, each) for each in (progress, read_progress(every, tmp_path / "record.json")))
+    for mode, suffix in (("evaluation", ""), ("transductive", ", transductive")):
+        for variant, rule in (("V4", "iffi"), ("average", "average")):
+            expected = [100 * run.accuracy[rule + suffix] for run in runs]
+            for row in (rows["plain", 3, variant], again["plain", 3, variant]):
+                assert list(row.accuracies[mode].values()) == pytest.approx(expected)
+    assert rows["plain", 3, "average"].accuracies != rows["plain", 3, "V4"].accuracies
+    shown = [event["accuracy"] for event in events if event["event"] == "cell"]
+    assert [next(iter(each)) for each in shown] == ["iffi", "average"] * 2
+
+
+def test_a_cell_that_begins_at_features_trains_a_run_before_it(tmp_path: Path, digits: Dataset) -> None:
+    own = {"method": "fafi-from-features"}
+    variants = {
+        "V4": "fafi",
+        "later": {"method": "fafi", "set": own, "first": {"method": "fafi", "set": {"fusion": ["feature-vote"]}}},
+    }
+    every = all_cells(tmp_path, variants=variants, settings={"plain": {}}, partitions=[1], note={})
+    progress = measured(tmp_path, every)
+    assert not list((tmp_path / "runs").iterdir())
+    (plain, later), cell = progress.runs.values(), every[1]
+    assert cell.first is not None and cell.first.seeds.training == 101 and cell.recipe.seeds.training == 1
+    run(cell.first, tmp_path / "first", data=digits)
+    by_hand = run(change(cell.recipe, {"local.initial_features": tmp_path / "first"}), tmp_path / "later", data=digits)
+    assert later.accuracy == by_hand.rules != plain.accuracy and later.method == "fafi-from-features"
+    (tmp_path / "again").mkdir()
+    stops = 0
+    while (again := measured(tmp_path / "again", every[1:], minutes=0.0001)).left and stops < 100:
+        stops += 1
+    assert stops > 3 and again.runs[cell].accuracy == later.accuracy, "the run before it is stopped and goes on as well"
+    assert not list((tmp_path / "again/runs").iterdir())
+
+
+def test_traces_of_the_first_epochs_and_every_fifth_and_of_snapshots_are_kept() -> None:
+    kept = [epoch for epoch in range(1, 51) if _is_kept(epoch, [15, 20, 50])]
+    assert kept == [*range(1, 12), 15, 16, 20, 21, 26, 31, 36, 41, 46, 50]

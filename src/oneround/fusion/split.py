@@ -9,6 +9,8 @@ one number for all (`all`), one per client from its pairs (`each`), or from the 
 s_k = entropy / log C), when only blocks that every client shares are averaged. Averaging invalidates batch-norm statistics, so
 they can be measured again. The histograms are in the upload, so no exchange before training is needed.
 
+A number is just so many blocks, whatever the labels are.
+
 `declared`: the split was chosen before training and clients trained under it (the recipe's `share`); each declares in its upload how
 many blocks it shared, and no histogram is needed any more.
 """
@@ -17,15 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 from torch import Tensor, nn
 
 from oneround.config.parts import In, Needs, RulePart
+from oneround.config.recipe import Local
 from oneround.data import Images
 from oneround.data.augment import preprocessing
+from oneround.errors import RecipeError
 from oneround.fusion.aligned_iffi import aligned
 from oneround.fusion.average import average_weights
 from oneround.fusion.base import EnsembleRule, Rule, SavedModel, expert_of, rules
@@ -37,17 +41,25 @@ from oneround.protocol.messages import Shapes
 from oneround.site import Site
 from oneround.training.distillation import noise_images
 from oneround.training.server_side import public_images
-from oneround.training.shared_base import SHARED, shared_blocks
+from oneround.training.shared_base import SHARED, number_of_blocks, shared_blocks
 
+FROM_LABELS = ("all", "each", "client")
 NOISE_IMAGES = 512  # to measure batch-norm statistics on
+
+
+def _chosen(value: Any) -> Any:
+    """Refuse what is neither a way to choose nor a number."""
+    if value not in (*FROM_LABELS, "declared") and (type(value) is not int or value < 1):
+        raise ValueError(f"must be {', '.join(FROM_LABELS)}, declared, or a number of blocks from 1 on")
+    return value
 
 
 @rules.register("split")
 class Split(Rule):
     """Networks whose first blocks are averaged, more for similar label distributions, combined by another rule."""
 
-    chosen: Literal["all", "each", "client", "declared"] = "all"
-    """Number of shared blocks: one for all, one for each client, the client's own choice, or what it trained under (`share`)."""
+    chosen: Annotated[str | int, BeforeValidator(_chosen)] = "all"
+    """Number of shared blocks: one for all, one for each client, the client's own choice, what it trained under (`share`), or this number."""
     inner: Annotated[RulePart, In("fusion")] = Field(default="iffi", validate_default=True)
     """The rule that combines the clients' outputs: one that keeps networks and needs no statistics."""
     align: Literal["none", "match", "procrustes"] = "none"
@@ -67,7 +79,8 @@ class Split(Rule):
     @property
     def needs(self) -> Needs:
         declared = self.chosen == "declared"
-        own = Needs(class_counts=not declared, share=declared, public=self.restate == "public")
+        counts = self.chosen in FROM_LABELS
+        own = Needs(class_counts=counts, share=declared, public=self.restate == "public")
         return super().needs | self.inner.needs | own
 
     def statistics(self, classes: int, features: int) -> Shapes:
@@ -78,6 +91,15 @@ class Split(Rule):
             declared = float(statistics[SHARED])
             if declared < 1 or declared != round(declared):
                 raise ValueError(f"{SHARED} counts blocks, at least one; {declared:g} was declared")
+
+    def check(self, broadcast: Broadcast, local: Local) -> None:
+        total = number_of_blocks(broadcast.recipe, broadcast.shape[0])
+        if isinstance(self.chosen, int) and self.chosen >= total:
+            key = self.key(broadcast.recipe, "chosen")
+            raise RecipeError(
+                f"{key} = {self.chosen}: {broadcast.recipe.encoder.label} has {total} blocks, and the last one is never shared; "
+                f"give 1 to {total - 1}"
+            )
 
     def fuse(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Inference:
         inner = rules.of(self.inner)
@@ -142,7 +164,9 @@ def _shared(rule: Split, uploads: Sequence[Upload], total: int) -> list[int]:
     """Number of blocks that each client shares, of so many."""
     if rule.chosen == "declared":
         return [min(int(upload.statistics[SHARED]), total - 1) for upload in uploads]
-    return shared_blocks(torch.stack([upload.class_counts for upload in uploads]), total, rule.chosen)
+    if isinstance(rule.chosen, int):
+        return [rule.chosen] * len(uploads)
+    return shared_blocks(torch.stack([upload.class_counts for upload in uploads]), total, str(rule.chosen))
 
 
 def _images(rule: Split, broadcast: Broadcast, server: Site) -> Images | None:

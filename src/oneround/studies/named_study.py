@@ -22,6 +22,8 @@ from oneround.runs.record import RunRecord, flat, keys_of, tree_of
 from oneround.studies.sweep import Seeds, Values
 
 FOLDER = Path(__file__).with_name("named")
+EARLIER = 100
+"""Added to the training seed of a run before another."""
 FROM_DATA = ("model.encoder", "training.augment.flip", "sums.features", "sums.mirror")
 """Keys that are chosen for the data where a recipe leaves them open."""
 
@@ -33,6 +35,10 @@ class Variant(Strict):
     """A preset, by name or alias; a variant that is a preset as it stands is written as this name alone."""
     set: dict[str, Any] = Field(default={})
     """Recipe keys that differ from the preset's."""
+    rule: str | None = None
+    """The fusion rule whose accuracy counts; default: that of the study. Variants of one recipe that differ in it share a run."""
+    first: Variant | None = None
+    """A run before it on the same partition, with other shuffles and views, whose uploaded features its prototypes begin at."""
 
     @model_validator(mode="before")
     @classmethod
@@ -122,6 +128,10 @@ class Cell:
     seed: int
     """Of training."""
     recipe: Recipe
+    rule: str | None = None
+    """The fusion rule whose accuracy counts; default: the one that makes the model."""
+    first: Recipe | None = None
+    """Of the run before it, whose uploaded features its prototypes begin at."""
 
     @property
     def name(self) -> str:
@@ -190,8 +200,12 @@ def cells(
         for seed in study.training_seeds or [partition]:
             for setting, variant in _combinations(study, chosen):
                 if partition in seeds[setting] and (variant in variants or not variants):
-                    recipe = _recipe(study, setting, variant, partition, seed, overrides)
-                    found.append(Cell(setting, variant, partition, seed, recipe))
+                    own = study.variants[variant]
+                    recipe = _recipe(study, setting, own, partition, seed, overrides)
+                    first = (
+                        _recipe(study, setting, own.first, partition, seed + EARLIER, overrides) if own.first else None
+                    )
+                    found.append(Cell(setting, variant, partition, seed, recipe, _rule(study, own, recipe), first))
     return found
 
 
@@ -214,8 +228,17 @@ def _combinations(study: NamedStudy, settings: Mapping[str, Setting]) -> Iterato
             yield name, variant
 
 
-def _recipe(study: NamedStudy, setting: str, variant: str, partition: int, seed: int, overrides: Overrides) -> Recipe:
-    own = study.variants[variant]
+def _rule(study: NamedStudy, own: Variant, recipe: Recipe) -> str | None:
+    """The rule that counts, which must be one that the recipe has."""
+    rule, known = own.rule or study.rule, [each.label for each in recipe.fusion]
+    if rule is not None and rule not in known:
+        raise RecipeError(
+            f"rule = {rule}: {own.method} is not fused by it{did_you_mean(rule, known)} ({', '.join(known)})"
+        )
+    return rule
+
+
+def _recipe(study: NamedStudy, setting: str, own: Variant, partition: int, seed: int, overrides: Overrides) -> Recipe:
     sets = {**study.set, **study.settings[setting].set, **own.set}
     seeds = {"seeds.partition": partition, "seeds.initialisation": partition, "seeds.training": seed}
     return load(own.method, [*sets.items(), *seeds.items(), *pairs(overrides)])

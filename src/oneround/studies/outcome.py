@@ -87,7 +87,7 @@ def rows_of(study: NamedStudy, progress: Progress) -> dict[Key, Row]:
         for epoch in epochs:
             for variant, same in grouped(cells, lambda cell: cell.variant).items():
                 measured = {cell: run for cell in same if (run := progress.runs.get(cell)) is not None}
-                accuracies = {mode: _by_unit(measured, study.rule, mode, epoch, one_partition) for mode in MODES}
+                accuracies = {mode: _by_unit(measured, mode, epoch, one_partition) for mode in MODES}
                 if any(accuracies.values()):
                     value = study.note.get(setting, {}).get(variant)
                     noted = value.get(epoch) if isinstance(value, dict) else value if epoch == epochs[-1] else None
@@ -102,13 +102,11 @@ def _shown(cell: Cell) -> list[int]:
     return [*(snapshots if isinstance(snapshots, list) else ()), cell.recipe.epochs]
 
 
-def _by_unit(
-    measured: Mapping[Cell, RunRecord], chosen: str | None, mode: str, epoch: int, one_partition: bool
-) -> Accuracies:
+def _by_unit(measured: Mapping[Cell, RunRecord], mode: str, epoch: int, one_partition: bool) -> Accuracies:
     values: dict[tuple[int, ...], list[float]] = {}
     for cell, run in measured.items():
         batch = cell.recipe.evaluation.batch_size
-        rule = chosen or run.main_rule
+        rule = cell.rule or run.main_rule
         rule = rule if mode == EVALUATION else transductive_name(rule, batch)
         accuracy = run.curves.get(rule, {}).get(epoch)
         if accuracy is not None:

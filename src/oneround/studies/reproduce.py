@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from oneround import acts
+from oneround.config.load import change
 from oneround.config.recipe import Recipe
 from oneround.data import Dataset
 from oneround.errors import Interrupted, OneroundError, OutOfTime, RecipeError
@@ -33,9 +34,9 @@ from oneround.studies.sweep import data_key, data_of
 from oneround.training import Emit, silent
 
 SCORING = "evaluation."
-"""Keys that say how test images are scored: cells that differ in nothing else share their uploads."""
+"""Keys that say how test images are scored: cells that differ in nothing else share their uploads, and those that do not differ a run."""
 FIRST, EVERY = 11, 5
-"""Epochs whose traces are kept: the first ones, then every so many, and the last."""
+"""Epochs whose traces are kept: the first ones, then every so many, those of snapshots that are named, and the last."""
 SECONDS = "seconds.json"
 
 
@@ -76,7 +77,8 @@ def reproduce(
     if progress.runs and known:
         _keep(progress, record)
     for cell in progress.runs:  # one that was stopped after its cell had entered the record
-        shutil.rmtree(_run_folder(cell, folder).path, ignore_errors=True)
+        for left in (_run_folder(cell, folder).path, _first_folder(_run_folder(cell, folder))):
+            shutil.rmtree(left, ignore_errors=True)
     emit({"event": "sweep", "cells": len(cells), "done": len(progress.runs)})
     together = trainings(progress.left)
     for recipe in reversed({data_key(training[0].recipe): training[0].recipe for training in together}.values()):
@@ -99,14 +101,20 @@ def reproduce(
         progress.runs |= measured
         _keep(progress, record)
         shutil.rmtree(run_folder.path)
+        shutil.rmtree(_first_folder(run_folder), ignore_errors=True)
         for cell, found in measured.items():
-            emit({"event": "cell", "name": cell.name, "state": "done", "accuracy": _main(found)})
+            emit({"event": "cell", "name": cell.name, "state": "done", "accuracy": _main(found, cell.rule)})
     return progress
 
 
 def _run_folder(cell: Cell, folder: str | PathLike[str]) -> RunFolder:
     """Another for every recipe, so that no cell goes on with the run of another."""
     return RunFolder(Path(folder) / cell.recipe.digest[:16])
+
+
+def _first_folder(run_folder: RunFolder) -> Path:
+    """Where the run before a cell lies."""
+    return run_folder.path.with_name(f"{run_folder.path.name}-first")
 
 
 def read_progress(
@@ -120,7 +128,7 @@ def read_progress(
 
 
 def trainings(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Cells that share their uploads, together, in the order of the first of each."""
+    """Cells that share their uploads or their run, together, in the order of the first of each."""
     together: dict[str, list[Cell]] = {}
     for cell in cells:
         learned = {key: value for key, value in cell.keys.items() if not key.startswith(SCORING)}
@@ -130,7 +138,10 @@ def trainings(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 def _keep(progress: Progress, record: Path) -> None:
     """Write the record; runs in it that are of no cell here stay."""
-    ours = [progress.runs[cell] for cell in progress.cells if cell in progress.runs]
+    ours: list[RunRecord] = []
+    for cell in progress.cells:
+        if cell in progress.runs and all(progress.runs[cell].keys != run.keys for run in ours):
+            ours.append(progress.runs[cell])
     others = find_runs([record]) if record.exists() else []
     identities = [run.keys for run in ours]
     keep([*(run for run in others if run.keys not in identities), *ours], record)
@@ -145,10 +156,15 @@ def measure(
     seconds_file = folder.path / SECONDS
     before = folder.read_json(SECONDS, "remove it")["seconds"] if seconds_file.is_file() else 0.0
     try:
-        run(first.recipe, folder.path, data=data, resume=True, emit=emit, deadline=deadline)
+        recipe = first.recipe
+        if first.first is not None:
+            run(first.first, _first_folder(folder), data=data, resume=True, emit=emit, deadline=deadline)
+            recipe = change(recipe, {"local.initial_features": _first_folder(folder)})
+        run(recipe, folder.path, data=data, resume=True, emit=emit, deadline=deadline)
         measured = {first: _shortened(RunRecord.read(folder.path, strict=["result.json"]))}
         for cell in others:
-            measured[cell] = rescored(measured[first], folder, acts.resolve(cell.recipe, data), data)
+            same = next((found for done, found in measured.items() if done.keys == cell.keys), None)
+            measured[cell] = same or rescored(measured[first], folder, acts.resolve(cell.recipe, data), data)
     finally:
         seconds = before + time.monotonic() - started
         if folder.path.is_dir():
@@ -184,20 +200,23 @@ def rescored(measured: RunRecord, folder: RunFolder, recipe: Recipe, data: Datas
     return replace(measured, keys=keys, whole_recipe=recipe, measurements=measurements, result=result)
 
 
-def _main(run: RunRecord) -> dict[str, float]:
-    """Accuracy by the rule that makes the model, in both modes."""
-    own = {name.removeprefix(f"{run.main_rule}, "): value for name, value in run.accuracy.items()}
-    return {name: value for name, value in own.items() if name == run.main_rule or name.startswith(TRANSDUCTIVE)}
+def _main(run: RunRecord, rule: str | None) -> dict[str, float]:
+    """Accuracy by the rule that counts, in both modes; None: the rule that makes the model."""
+    rule = rule or run.main_rule
+    own = {name.removeprefix(f"{rule}, "): value for name, value in run.accuracy.items()}
+    return {name: value for name, value in own.items() if name == rule or name.startswith(TRANSDUCTIVE)}
 
 
 def _shortened(run: RunRecord) -> RunRecord:
     """With the traces of some epochs only."""
+    snapshots = run.recipe.snapshots
+    named = snapshots if isinstance(snapshots, list) else []
     epochs = {
-        client: {epoch: entry for epoch, entry in by_epoch.items() if _is_kept(epoch, max(by_epoch))}
+        client: {epoch: entry for epoch, entry in by_epoch.items() if _is_kept(epoch, [*named, max(by_epoch)])}
         for client, by_epoch in run.measurements.epochs.items()
     }
     return replace(run, measurements=replace(run.measurements, epochs=epochs))
 
 
-def _is_kept(epoch: int, last: int) -> bool:
-    return epoch <= FIRST or (epoch - 1) % EVERY == 0 or epoch == last
+def _is_kept(epoch: int, named: Sequence[int]) -> bool:
+    return epoch <= FIRST or (epoch - 1) % EVERY == 0 or epoch in named
