@@ -151,7 +151,7 @@ def listed(*command: str) -> list[str]:
 
 def test_every_command_is_shown_or_explains_itself() -> None:
     commands = listed()
-    assert len(commands) == 14 and {"run", "federate"} <= set(commands)
+    assert len(commands) == 15 and {"run", "federate"} <= set(commands)
     shown = {words_of(line)[0] for line in COMMANDS}
     assert {"demo", "run", "fuse", "evaluate", "predict", "export", "sweep", "compare", "diagnose", "report"} <= shown
     for command in sorted(set(commands) - shown):

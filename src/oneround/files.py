@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -51,6 +52,7 @@ class BackgroundFlush:
     """Flushes files that were written without it, while the program goes on. Leaving the context waits until all are on disk."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._flushed: dict[Path, Future[None]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flush")
 
@@ -58,8 +60,10 @@ class BackgroundFlush:
         return self
 
     def add(self, path: Path) -> None:
-        with suppress(RuntimeError):  # the context is left already, with an error
-            self._flushed[path] = self._thread.submit(_flush_file, path)
+        """Flush this file, once."""
+        with self._lock, suppress(RuntimeError):  # the context is left already, with an error
+            if path not in self._flushed:
+                self._flushed[path] = self._thread.submit(_flush_file, path)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._thread.shutdown()

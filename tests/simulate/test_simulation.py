@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,23 @@ def test_a_run_leaves_everything_behind(digits: Dataset, tmp_path: Path) -> None
     score = (model.predict(digits.test.pixels).argmax(1) == digits.test.labels).float().mean()
     assert abs(float(score) - result.rules["iffi"]) < 1e-6
     assert (folder / "partition.png").stat().st_size > 5000
+
+
+def test_an_upload_whose_callback_comes_late_is_on_disk_too(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A future is done, and waited for no longer, before its callbacks are called."""
+    flushed, fsync = list[Path](), os.fsync
+
+    def noted(descriptor: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{descriptor}").resolve())
+        fsync(descriptor)
+
+    monkeypatch.setattr("os.fsync", noted)
+    monkeypatch.setattr(Future, "add_done_callback", lambda self, callback: None)
+    run(small_recipe(training__epochs=1, partition__kind="iid", local__workers=1), tmp_path, data=digits)
+    uploads = sorted((tmp_path / "uploads").iterdir())
+    assert len(uploads) == 5 and sorted(path for path in flushed if path.parent.name == "uploads") == uploads
 
 
 @pytest.mark.slow

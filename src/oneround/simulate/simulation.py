@@ -221,7 +221,7 @@ class SimulatedClients:
         """The epoch of every client's upload. Removes damaged uploads and states; those clients train again.
 
         A client whose state is older than its upload goes on from the state; where clients need each other's prototypes, one epoch
-        at a time.
+        at a time. At the end of a round the upload is all that counts.
         """
         reached: dict[str, int | None] = {}
         for name in self.plan.clients:
@@ -234,7 +234,8 @@ class SimulatedClients:
                 log.warning("%s: damaged; discarded, %s trains again", path, name)
                 path.unlink()
             epochs = [int(blob.peek(path, "state")["epoch"]) for path in self.folder.states(name)]
-            if self.plan.needs_other_clients and reached[name] is not None and epochs:
+            between = reached[name] is not None and reached[name] not in self.plan.round_ends
+            if self.plan.needs_other_clients and between and epochs:
                 reached[name] = min(epochs)
         return reached
 
@@ -251,7 +252,7 @@ class SimulatedClients:
         Uploads at the end of a round are on disk afterwards, whatever happens to the machine.
         """
         with BackgroundFlush() as flush:
-            self._wait(self._submit(names, epoch, participants, flush), names, epoch)
+            self._wait(self._submit(names, epoch, participants, flush), names, epoch, flush)
         self.reached |= dict.fromkeys(names, epoch)
 
     def _submit(
@@ -287,7 +288,7 @@ class SimulatedClients:
                 futures[-1].add_done_callback(flush_uploads)
         return futures
 
-    def _wait(self, futures: Sequence[Trained], names: Sequence[str], epoch: int) -> None:
+    def _wait(self, futures: Sequence[Trained], names: Sequence[str], epoch: int, flush: BackgroundFlush) -> None:
         """Wait for the uploads; OutOfTime if some are missing."""
         arrived = 0
         out_of_time: OutOfTime | None = None
@@ -296,6 +297,8 @@ class SimulatedClients:
                 uploaded = _names(done)
                 for name in uploaded:
                     log.info("%s has uploaded, epoch %d", name, epoch)
+                    if epoch in self.plan.round_ends:  # a future is done before its callbacks are called
+                        flush.add(self.folder.upload(name))
                 arrived += len(uploaded)
             except OutOfTime as error:
                 out_of_time = error  # the others end their epoch too and save it
