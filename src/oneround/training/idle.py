@@ -19,6 +19,7 @@ from torch import Tensor
 from oneround.models.prototype import all_on_cpu
 from oneround.protocol import blob
 from oneround.training.copies import copies
+from oneround.training.step import unrecorded
 
 SHARE_OF_DEVICE = 0.25
 """Of the device's memory for the states of idle clients; the oldest leave it first."""
@@ -37,7 +38,9 @@ class State(NamedTuple):
 
 def write_state(path: Path, state: State) -> None:
     """Replace the file; it survives a kill of the program."""
-    blob.write(path, "state", all_on_cpu(state.tensors), state.manifest, flush=False)
+    with unrecorded:
+        tensors = all_on_cpu(state.tensors)
+    blob.write(path, "state", tensors, state.manifest, flush=False)
 
 
 class IdleStates:
