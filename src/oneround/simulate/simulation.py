@@ -1,8 +1,8 @@
 """The in-process transport: all clients on this machine, or on the workers of a Ray cluster.
 
-All clients train to the next snapshot, then their uploads are fused and scored. The state of idle clients is on disk and scoring holds one
-network at a time, so memory does not grow with the number of clients. A run can be killed at any moment and resumed: uploads and states
-are replaced whole, and a client that is behind trains again.
+All clients train to the next snapshot, then their uploads are fused and scored. The state of idle clients is on disk, on a GPU in its memory
+as long as there is room, and scoring holds one network at a time, so memory does not grow with the number of clients. A run can be killed at
+any moment and resumed: uploads and states are replaced whole, and a client that is behind trains again.
 """
 
 from __future__ import annotations
