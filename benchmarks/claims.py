@@ -14,7 +14,11 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
+import studied
 from answers import (
     ANSWERS,
     FAMILY,
@@ -24,6 +28,7 @@ from answers import (
     ROOT,
     Answer,
     Test,
+    in_study,
     learned_by_client,
     listed,
     notes,
@@ -47,6 +52,8 @@ from oneround.analysis.statistics import (
     pairs_needed,
 )
 from oneround.formatting import plural
+from oneround.studies.named_study import names
+from oneround.studies.outcome import EVALUATION
 from oneround.studies.outcome import MODES as BOTH
 
 PAGE = ROOT / "docs/claims.md"
@@ -101,25 +108,35 @@ def numbers(text: str) -> list[int]:
     return [number for low, _, high in ranges for number in range(int(low), int(high or low) + 1)]
 
 
-def later(note: str) -> set[int]:
-    """Rows of a note that a command at the end of the page would measure."""
-    return {number for entry in listed()["more"] for number in numbers(entry["rows"].get(note, "0-0"))}
+def left_open(judged: Mapping[str, Sequence[Row]]) -> list[tuple[dict[str, Any], dict[str, list[int]]]]:
+    """Commands at the end of the page, and the rows that each would decide: note → numbers, without those that are decided."""
+    decided = {(note, row.number) for note, rows in judged.items() for row in rows if is_decided(row.verdict)}
+    found = []
+    for entry in listed()["more"]:
+        by_note = {
+            note: [n for n in numbers(which) if (note, n) not in decided] for note, which in entry["rows"].items()
+        }
+        found.append((entry, {note: which for note, which in by_note.items() if which}))
+    return [(entry, by_note) for entry, by_note in found if by_note]
 
 
 def rows_of(note: str) -> list[Row]:
     """The rows of a note, judged together."""
     claims = notes()[note]["claims"]
-    answered = {}
+    answered, reasons = {}, {}
     for number, claim in claims.items():
         asked = dict(claim.get("answer", {}))
-        answered[number] = ANSWERS[asked.pop("kind")](**asked) if asked else Answer(verdict=NOT_MEASURED)
+        older = ANSWERS[asked.pop("kind")](**asked) if asked else Answer(verdict=NOT_MEASURED)
+        newer, reason = from_study(**claim["study"]) if "study" in claim else (None, "")
+        taken = newer is not None and pairs(newer) >= min(PAIRS, pairs(older))
+        answered[number], reasons[number] = (newer, reason) if newer and taken else (older, claim.get("why", ""))
     comparisons = iter(corrected([test for answer in answered.values() for test in answer.tests]))
     rows = []
     for number, claim in claims.items():
         answer = answered[number]
         mine = [next(comparisons) for _ in answer.tests]
         verdict = verdict_of(answer.tests, mine) if mine else answer.verdict
-        why = answer.why or claim.get("why", "").format(**answer.facts)
+        why = answer.why or reasons[number].format(**answer.facts)
         if mine and not is_decided(verdict):
             why = "; ".join(filter(None, [why, needed(mine)]))
         rest = "" if is_decided(verdict) else claim.get("missing") or claim.get("command", "")
@@ -127,6 +144,15 @@ def rows_of(note: str) -> list[Row]:
             rest = f"missing: {rest}" if "missing" in claim else f"`{rest}`"
         rows.append(Row(number, claim["claim"], answer.note or claim.get("note", "–"), answer, verdict, why, rest))
     return rows
+
+
+def from_study(why: str, **asked: Any) -> tuple[Answer | None, str]:
+    """What a named study says, and why that decides the claim."""
+    return in_study(**asked), why
+
+
+def pairs(answer: Answer) -> int:
+    return max((len(each.difference.values) for each in answer.tests), default=0)
 
 
 def is_decided(verdict: str) -> bool:
@@ -157,17 +183,23 @@ the record, upper bounds, as other work shared the GPU."""
 def page() -> str:
     judged = {number: rows_of(number) for number in notes()}
     lines = ["# The claims of the source notes", "", wrapped(INTRODUCTION), "", *_counts(judged), ""]
-    lines += [wrapped(VERDICTS), "", wrapped(MODES), ""]
+    of_studies = any(_studies(rows) for rows in judged.values())
+    modes = (
+        MODES.replace("for source note 000,", "for source note 000 and rows that rest on a study,")
+        if of_studies
+        else MODES
+    )
+    lines += [wrapped(f"{VERDICTS} {studied.spread_of_reruns()}"), "", wrapped(modes), ""]
     for number, note in notes().items():
         lines += [
             f"## Source note {number}: {note['title']}",
             "",
-            _setting(note["setting"]),
+            _setting(note["setting"], judged[number]),
             "",
             *_table(judged[number]),
             "",
         ]
-    return "\n".join([*lines, "## What more GPU time would change", "", wrapped(MORE), "", *_more()]) + "\n"
+    return "\n".join([*lines, "## What more GPU time would change", "", wrapped(MORE), "", *_more(judged)]) + "\n"
 
 
 def wrapped(text: str) -> str:
@@ -191,7 +223,48 @@ def anchor(note: str) -> str:
     return f"source-note-{note}-{notes()[note]['title'].lower().replace(' ', '-')}"
 
 
-def _setting(text: str) -> str:
+def _studies(rows: Sequence[Row]) -> dict[str, list[int]]:
+    """Named study → the rows that rest on it."""
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        name = Path(row.answer.evidence).stem
+        if name in names() and row.answer.evidence.startswith("results/"):
+            found.setdefault(name, []).append(row.number)
+    return found
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1, 2, 3, 7 → `1-3, 7`"""
+    groups = [
+        [number for _, number in group] for _, group in groupby(enumerate(numbers), lambda each: each[1] - each[0])
+    ]
+    return ", ".join(str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in groups)
+
+
+def _of_studies(rows: Sequence[Row]) -> str:
+    """Which rows rest on which study, and how much of it is measured."""
+    texts = [
+        f"{_ranges(which)} on [`{name}`](../results/{name}.json) ({studied.description(name)})"
+        for name, which in _studies(rows).items()
+    ]
+    return f"**Rows that rest on a [study](reproduce.md):** {'; '.join(texts)}. **Ours otherwise:**" if texts else ""
+
+
+def _turned() -> str:
+    """Whether alignment that does turn prototypes helps; empty where that is not measured."""
+    texts = [
+        f"{name} {by_mode[EVALUATION]:+.1f} at a cosine of {cosine:.2f}" for name, cosine, by_mode in studied.turned()
+    ]
+    return (
+        f" Forms of alignment and how near prototypes end to their anchors, minus V4: {'; '.join(texts)}."
+        if texts
+        else ""
+    )
+
+
+def _setting(text: str, rows: Sequence[Row]) -> str:
+    text = text.replace("**Ours:**", _of_studies(rows) or "**Ours:**")
+    text += _turned() if any(row.claim.startswith("V9") for row in rows) else ""
     mix = " ".join(f"{value:.2f}" for value in learned_by_client(runs_of(FAMILY, "v9")[0], 1))
     teachers = [100 * each["teacher"] for each in record(MERGENET)["cells"]]
     teacher = f"{min(teachers):.0f} to {max(teachers):.0f}"
@@ -228,10 +301,11 @@ def _table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _more() -> list[str]:
+def _more(judged: Mapping[str, Sequence[Row]]) -> list[str]:
+    """Commands that have rows left to decide."""
     lines = markdown_head(["rows", "command", "seconds on an H200"])
-    for entry in listed()["more"]:
-        rows = "; ".join(f"{note}: {which}" for note, which in entry["rows"].items())
+    for entry, by_note in left_open(judged):
+        rows = "; ".join(f"{note}: {_ranges(which)}" for note, which in by_note.items())
         lines.append(markdown_row([rows, f"`{entry['command']}`", _cost(entry.get("cost", "not measured"))]))
     return lines
 
