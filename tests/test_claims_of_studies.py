@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
 
+import answers
 import claims
 import studied
+from bank_pairs import EPOCHS
+from oneround.runs.archive import find_runs, keep
 from oneround.studies.named_study import NamedStudy, Variant, cells, read_study
 from oneround.studies.reproduce import reproduce
 
@@ -193,3 +197,23 @@ def test_a_study_with_fewer_pairs_than_the_older_record_does_not_replace_it(
     assert {note: claims.rows_of(note) for note in claims.notes()} == before
     on_digits(records)
     assert {note: claims.rows_of(note) for note in claims.notes()} != before
+
+
+def test_source_note_000_keeps_the_older_record_until_the_study_has_a_pair_at_every_alpha(tmp_path: Path) -> None:
+    assert answers.record_of_000(tmp_path) == "cifar10_note_000", "no record"
+    study = read_study("note-000")
+    every = [
+        cell
+        for cell in cells(study, {**SMALL, "training.epochs": 2}, partitions=[1])
+        if cell.setting.startswith("shared")
+    ]
+    of_one = [cell for cell in every if cell.setting == "shared, α = 0.5"]
+    reproduce(of_one, tmp_path / "note-000.json", tmp_path / "runs")
+    runs = find_runs([tmp_path / "note-000.json"])
+    curves = {rule: dict.fromkeys(EPOCHS, max(curve.values())) for rule, curve in runs[0].curves.items()}
+    longer = [replace(run, measurements=replace(run.measurements, curves=curves)) for run in runs]
+    keep(longer, tmp_path / "note-000.json")
+    assert answers.record_of_000(tmp_path) == "cifar10_note_000", "one α of four"
+    whole = [replace(run, keys={**run.keys, "partition.alpha": alpha}) for run in longer for alpha in answers.ALPHAS]
+    keep(whole, tmp_path / "note-000.json")
+    assert answers.record_of_000(tmp_path) == "note-000"
