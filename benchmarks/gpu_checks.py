@@ -219,7 +219,7 @@ def main() -> None:
         fits = int(str(error).rsplit("=", 1)[1].rstrip(")"))
         check("a batch that does not fit is refused", 1 <= fits < 2048, error)
     torch.cuda.empty_cache()
-    print(f"     {torch.cuda.memory_allocated() / 1e9:.2f} GB held before the next run")
+    print(f"     {torch.cuda.memory_allocated() / 1e9:.2f} GB in use before the next run")
     check("the batch size it names fits", train(broadcast(training__batch_size=fits)).epoch == 2, fits)
     torch.cuda.set_per_process_memory_fraction(1.0)
 

@@ -41,6 +41,21 @@ def test_an_act_has_its_settings_and_leaves_those_of_before() -> None:
         assert torch.backends.cudnn.benchmark and not torch.are_deterministic_algorithms_enabled()
 
 
+def test_of_two_acts_at_a_time_the_last_to_begin_decides_and_the_last_to_end_restores() -> None:
+    """As of two threads: the first to begin ends first."""
+    before = torch.get_num_threads()
+    first, second = (
+        Site("a", local=Local(device="cpu", threads=before + more)).arithmetic(10, search=more == 2) for more in (1, 2)
+    )
+    first.__enter__()
+    second.__enter__()
+    assert torch.get_num_threads() == before + 2 and torch.backends.cudnn.benchmark
+    first.__exit__(None, None, None)
+    assert torch.get_num_threads() == before + 2 and torch.backends.cudnn.benchmark, "the second goes on"
+    second.__exit__(None, None, None)
+    assert torch.get_num_threads() == before and not torch.backends.cudnn.benchmark
+
+
 def test_state_between_rounds_has_a_folder_for_each_set_of_options(tmp_path: Path) -> None:
     site = Site("server", folder=str(tmp_path))  # type: ignore[arg-type]
     folders = {site.state_folder(options) for options in (Adapter(), Adapter(), Adapter(heads=4))}

@@ -11,7 +11,15 @@ from oneround.models.precision import with_cast_weights
 
 
 @pytest.mark.parametrize("part", [Cnn(), ResNet18(), MobileNetV2()])
-def test_features_and_gradients_are_those_of_autocast(part: EncoderPart) -> None:
+def test_features_and_gradients_are_those_of_autocast(part: EncoderPart, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[torch.dtype] = []
+    copy = torch._foreach_copy_
+
+    def noted(into: list[Tensor], values: list[Tensor]) -> None:
+        passes.append(into[0].dtype)
+        copy(into, values)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", noted)
     torch.manual_seed(0)
     encoder = part.build(3).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     images = torch.randn(2, 3, 8, 8)
@@ -24,6 +32,7 @@ def test_features_and_gradients_are_those_of_autocast(part: EncoderPart) -> None
     cast = with_cast_weights(encoder)
     assert cast is not encoder
     (one, ones), (two, twos) = run(encoder), run(cast)  # type: ignore[arg-type]
+    assert passes == [torch.bfloat16, torch.float32], "all weights at once, and all their gradients"
     assert torch.equal(one, two)
     assert all(torch.equal(a, b) and a.dtype == b.dtype == torch.float32 for a, b in zip(ones, twos, strict=True))
     assert all(weight.dtype == torch.float32 for weight in encoder.parameters())

@@ -58,17 +58,23 @@ def test_a_run_leaves_everything_behind(digits: Dataset, tmp_path: Path) -> None
     assert (folder / "partition.png").stat().st_size > 5000
 
 
-def test_an_upload_whose_callback_comes_late_is_on_disk_too(
-    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A future is done, and waited for no longer, before its callbacks are called."""
-    flushed, fsync = list[Path](), os.fsync
+@pytest.fixture
+def flushed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Files and folders that were flushed, in order."""
+    paths, fsync = list[Path](), os.fsync
 
     def noted(descriptor: int) -> None:
-        flushed.append(Path(f"/proc/self/fd/{descriptor}").resolve())
+        paths.append(Path(f"/proc/self/fd/{descriptor}").resolve())
         fsync(descriptor)
 
     monkeypatch.setattr("os.fsync", noted)
+    return paths
+
+
+def test_an_upload_whose_callback_comes_late_is_on_disk_too(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushed: list[Path]
+) -> None:
+    """A future is done, and waited for no longer, before its callbacks are called."""
     monkeypatch.setattr(Future, "add_done_callback", lambda self, callback: None)
     run(small_recipe(training__epochs=1, partition__kind="iid", local__workers=1), tmp_path, data=digits)
     uploads = sorted((tmp_path / "uploads").iterdir())
@@ -79,16 +85,9 @@ def test_an_upload_whose_callback_comes_late_is_on_disk_too(
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_uploads_are_on_disk_before_the_run_says_that_it_is_finished(
-    workers: int, batched: bool, digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: int, batched: bool, digits: Dataset, tmp_path: Path, flushed: list[Path]
 ) -> None:
     """Those of earlier snapshots are not flushed: training makes them again."""
-    flushed, fsync = list[Path](), os.fsync
-
-    def noted(descriptor: int) -> None:
-        flushed.append(Path(f"/proc/self/fd/{descriptor}").resolve())
-        fsync(descriptor)
-
-    monkeypatch.setattr("os.fsync", noted)
     changes = {"local__workers": workers, "local__batched": batched}
     recipe = small_recipe(training__epochs=2, snapshots=1, partition__kind="iid", **changes)
     run(recipe, tmp_path, data=digits)

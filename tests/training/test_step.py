@@ -19,7 +19,7 @@ from oneround.data import Dataset
 from oneround.errors import RunError
 from oneround.site import Site
 from oneround.training.loop import Learner, Trainer
-from oneround.training.step import Stepper
+from oneround.training.step import MOST_RECORDED, WARM_UP, StageSteps, Stepper
 
 
 def test_gradients_are_clipped(digits: Dataset) -> None:
@@ -166,3 +166,23 @@ def test_a_step_loads_neither_the_compiler_nor_sympy() -> None:
     """Each takes as long to load as PyTorch, in every process that trains."""
     done = subprocess.run([sys.executable, "-c", TRAINED], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == []
+
+
+def test_a_step_is_recorded_after_its_warm_up_and_not_for_every_size() -> None:
+    stage = StageSteps({}, False, [], torch.zeros(0), records=True)
+
+    def eager_steps_until_due(images: int) -> int:
+        while not stage.is_due(images):
+            stage.eager[images] += 1
+            assert stage.eager[images] < 10
+        return stage.eager[images]
+
+    assert eager_steps_until_due(64) == WARM_UP
+    stage.recorded[64] = None  # type: ignore[assignment]
+    assert not stage.is_due(64), "there is one"
+    assert eager_steps_until_due(10) == 1, "libraries are warm"
+    stage.recorded |= dict.fromkeys(range(1000, 1000 + MOST_RECORDED))  # type: ignore[arg-type]
+    assert not stage.is_due(10), "there are enough"
+    off = StageSteps({}, False, [], torch.zeros(0), records=False)
+    off.eager[64] = 99
+    assert not off.is_due(64)
