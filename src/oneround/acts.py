@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from oneround.training import Emit, Learner, Trainer, silent
 from oneround.training.alignment.anchors import anchors
 from oneround.training.bank import make_bank
 from oneround.training.batched_loop import Group
+from oneround.training.copies import fetched_later
 from oneround.training.feature_sums import feature_sums
 from oneround.training.reference import make_reference
 from oneround.training.server_side import public_images
@@ -191,8 +192,16 @@ def train(
 
     `trainer`: a worker's own, reused from client to client, so that networks and recorded steps are made once.
     """
+    return train_and_measure(broadcast, site, until, emit, trainer)()
+
+
+def train_and_measure(
+    broadcast: Broadcast, site: Site, until: int | None = None, emit: Emit = silent, trainer: Trainer | None = None
+) -> Callable[[], Upload]:
+    """`train`; what is left to do takes the network off the device, beside the next client's training."""
     if not broadcast.recipe.trains:
-        return _sum_only(broadcast, site, emit)
+        upload = _sum_only(broadcast, site, emit)
+        return lambda: upload
     recipe = broadcast.recipe
     with site.arithmetic(broadcast.parameters, search=True):
         companion = CompanionNetwork(recipe.companion, broadcast, site) if recipe.companion else None
@@ -217,32 +226,34 @@ def train_group(
         refusal: RunError | None = None
         for learner in group.learners.values():
             try:
-                yield _upload(learner)
+                yield _upload(learner)()
             except RunError as error:
                 refusal = error
         if refusal is not None:
             raise refusal
 
 
-def _upload(learner: Learner) -> Upload:
-    """What a trained client sends."""
+def _upload(learner: Learner) -> Callable[[], Upload]:
+    """Measure what the rules ask for; what is left to do makes the message of a trained client."""
     broadcast, site = learner.broadcast, learner.site
     recipe = broadcast.recipe
     stopped = disclosed_stop(learner.stopped, learner.stopped_summary, recipe.reveal)
     if stopped and learner.epoch == broadcast.first_epoch:
         raise RunError(stopped)  # no epoch counts: the client sends this refusal
     encoding = recipe.upload.encoding
-    with unrecorded:
+    with unrecorded, site.arithmetic(broadcast.parameters):  # one pass does not pay for a search of convolutions
         statistics, summed = as_received(_measure(learner, broadcast), encoding), feature_sums(broadcast, site)
-    return Upload(
+    weights = fetched_later(learner.net.state_dict())
+    epoch, counts, history = learner.epoch, disclosed_counts(learner.counts, recipe.reveal), list(learner.history)
+    return lambda: Upload(
         client=site.name,
         recipe_digest=broadcast.digest,
-        epoch=learner.epoch,
-        class_counts=disclosed_counts(learner.counts, recipe.reveal),
-        weights=as_received(learner.net.weights(), encoding),
+        epoch=epoch,
+        class_counts=counts,
+        weights=as_received(weights(), encoding),
         statistics=statistics,
         sums=summed,
-        history=disclosed_history(learner.history, recipe.reveal),
+        history=disclosed_history(history, recipe.reveal),
         stopped=stopped,
         encoding=encoding,
     )

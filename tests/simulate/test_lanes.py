@@ -64,8 +64,8 @@ def test_how_many_clients_train_at_a_time_does_not_matter(
     assert {name for name, _ in seen} == {f"lane_{number}" for number in range(count)}
 
 
-@pytest.mark.parametrize(("device", "count", "asked"), [("cuda", None, 1), ("cuda", 1, 1), ("cuda", 5, 2), ("cpu", 5, 0)])  # fmt: skip
-def test_two_at_a_time_is_for_a_gpu_and_on_request(
+@pytest.mark.parametrize(("device", "count", "asked"), [("cuda", None, 2), ("cuda", 1, 1), ("cuda", 5, 2), ("cpu", 5, 0)])  # fmt: skip
+def test_two_at_a_time_is_for_a_gpu_where_one_is_not_asked_for(
     digits: Dataset, monkeypatch: pytest.MonkeyPatch, device: str, count: int | None, asked: int
 ) -> None:
     wanted = []

@@ -390,8 +390,8 @@ class Local(Strict):
     """CPU threads per client; default: 1 for small encoders (clients run side by side), all for large ones, at
     most 4 beside a GPU."""
     workers: Count | None = None
-    """Clients trained at once; default: on a CPU as many as threads per client allow, on a GPU one. More on a GPU: two take turns in
-    one process, where its memory has room for both."""
+    """Clients trained at once; default: on a CPU as many as threads per client allow, on a GPU two,
+    where its memory has room for both."""
     checkpoint_seconds: NotNegative = 30.0
     """Save a client's state at the end of an epoch when the last save is older than this; on a GPU also between its turns."""
     sinks: list[Literal["tensorboard", "mlflow"]] = Field(default=[])

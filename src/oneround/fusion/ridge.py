@@ -91,7 +91,7 @@ def pooled_solution(
 
     if not isinstance(uploads, UploadFolder):
         return solved()
-    return server.session.once("ridge", (uploads.key, broadcast.digest, server.device, penalty), solved)
+    return server.session.once("ridge", (uploads.sums_key, broadcast.digest, server.device, penalty), solved)
 
 
 def total_sums(uploads: Sequence[Upload], broadcast: Broadcast, device: torch.device) -> Moments:

@@ -7,11 +7,12 @@ Reading checks all of it. Nothing is ever unpickled.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors
 import safetensors.torch
@@ -29,7 +30,16 @@ Manifest = dict[str, Any]
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and the SHA-256 of each tensor's bytes (large messages on all cores)."""
+    """SHA-256 over names, types, shapes and the SHA-256 of each tensor's bytes."""
+    return _combined(_digests(tensors))
+
+
+def _combined(digests: Mapping[str, str]) -> str:
+    return hashlib.sha256("".join(digests.values()).encode()).hexdigest()
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Each tensor's line in the checksum, in their order; of large messages computed on all cores."""
 
     def line(name: str) -> str:
         tensor = tensors[name]
@@ -38,23 +48,24 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
     names = sorted(tensors)
     if sum(tensor.nbytes for tensor in tensors.values()) < THREADED_BYTES:
-        lines = list(map(line, names))
-    else:
-        with ThreadPoolExecutor() as pool:
-            lines = list(pool.map(line, names))
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+        return dict(zip(names, map(line, names), strict=True))
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(line, names), strict=True))
 
 
-def pieces(kind: str, tensors: Mapping[str, Tensor], manifest: Manifest) -> list[bytes | memoryview]:
+def pieces(
+    kind: str, tensors: Mapping[str, Tensor], manifest: Manifest, digests: Mapping[str, str] | None = None
+) -> list[bytes | memoryview]:
     """A message in pieces that are its bytes one after another; tensors must be on the CPU and are not copied.
 
-    The bytes are those of `safetensors.torch.save`, which makes them in one go, while no other thread of Python runs.
+    The bytes are those of `safetensors.torch.save`, which makes them in one go, while no other thread of Python runs. `digests`: those
+    of the tensors, if they are known.
     """
     full = {
         "format": FORMAT,
         "kind": kind,
         "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
-        "sha256": checksum(tensors),
+        "sha256": _combined(digests or _digests(tensors)),
         **manifest,
     }
     header: dict[str, Any] = {"__metadata__": {"oneround": json.dumps(full, sort_keys=True)}}
@@ -98,15 +109,32 @@ def pack(kind: str, tensors: Mapping[str, Tensor], manifest: Manifest) -> bytes:
     return b"".join(pieces(kind, tensors, manifest))
 
 
-def write(path: Path, kind: str, tensors: Mapping[str, Tensor], manifest: Manifest, *, flush: bool = True) -> None:
-    """Write a message, replacing the file."""
-    write_durably(path, *pieces(kind, tensors, manifest), flush=flush)
+def write(
+    path: Path,
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    manifest: Manifest,
+    *,
+    flush: bool = True,
+    read_soon: bool = False,
+) -> None:
+    """Write a message, replacing the file. `read_soon`: this process reads it too, and need not check its content again."""
+    digests = _digests(tensors)
+    write_durably(path, *pieces(kind, tensors, manifest, digests), flush=flush)
+    if read_soon and all(_finite(tensor) for tensor in tensors.values()):
+        _remember(path, kind, _version(path), digests)
 
 
-def unpack(
-    raw: bytes, where: str, kind: str, max_bytes: int | None = None, *, verified: bool = False
-) -> tuple[Manifest, dict[str, Tensor]]:
-    """A message from bytes, or a `ProtocolError` with `where` and the reason. `verified`: its content is checked already."""
+def unpack(raw: bytes, where: str, kind: str, max_bytes: int | None = None) -> tuple[Manifest, dict[str, Tensor]]:
+    """A message from bytes, or a `ProtocolError` with `where` and the reason."""
+    manifest, tensors, _ = _unpack(raw, where, kind, max_bytes)
+    return manifest, tensors
+
+
+def _unpack(
+    raw: bytes, where: str, kind: str, max_bytes: int | None = None
+) -> tuple[Manifest, dict[str, Tensor], dict[str, str]]:
+    """A message and the digest of each of its tensors."""
     _check_size(len(raw), max_bytes, where)
     manifest = _manifest(raw, where, kind)
     try:
@@ -115,14 +143,17 @@ def unpack(
         raise refused(where, f"damaged or truncated ({error})") from None
     if manifest.get("shapes") != {name: list(tensor.shape) for name, tensor in tensors.items()}:
         raise refused(where, "its tensors are not those its manifest lists")
-    if verified:
-        return manifest, tensors
-    if manifest.get("sha256") != checksum(tensors):
+    digests = _digests(tensors)
+    if manifest.get("sha256") != _combined(digests):
         raise refused(where, "its content does not match its checksum")
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if not _finite(tensor):
             raise refused(where, f"{name} holds values that are not finite")
-    return manifest, tensors
+    return manifest, tensors, digests
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
 def _check_size(size: int, max_bytes: int | None, where: str) -> None:
@@ -160,24 +191,72 @@ def _manifest(raw: bytes, where: str, kind: str) -> Manifest:
 
 
 def read(path: Path, kind: str, max_bytes: int | None = None) -> tuple[Manifest, dict[str, Tensor]]:
-    """A message from a file. Its size is checked before reading, its content the first time this process reads it."""
+    """A message from a file. Its size is checked before reading, its content the first time this process reads it.
+
+    After that its tensors are mapped: those that nobody looks at are not read.
+    """
     try:
-        stat = path.stat()
-        _check_size(stat.st_size, max_bytes, str(path))
+        version = _version(path)
+        _check_size(version.size, max_bytes, str(path))
+        known = _verified.get((path, kind))
+        if known is not None and known.version == version:
+            manifest = peek(path, kind)
+            tensors = safetensors.torch.load_file(path)
+            if _version(path) == version:
+                return manifest, tensors
+            version = _version(path)  # replaced meanwhile
         raw = path.read_bytes()
-    except OSError as error:
-        raise ProtocolError(f"{path}: cannot be read ({error.strerror})") from None
-    version = stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_size
-    message = unpack(raw, str(path), kind, max_bytes, verified=_verified.get((path, kind)) == version)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ProtocolError(f"{path}: cannot be read ({getattr(error, 'strerror', error)})") from None
+    manifest, tensors, digests = _unpack(raw, str(path), kind, max_bytes)
+    _remember(path, kind, version, digests)
+    return manifest, tensors
+
+
+def part_checksum(path: Path, kind: str, part: str) -> str:
+    """A checksum of the tensors of a message whose names begin with `part.`; the file is read if this process has not yet."""
+    known = _verified.get((path, kind))
+    if known is None or known.version != _version(path):
+        read(path, kind)
+        known = _verified[path, kind]
+    return known.parts.get(part, "")
+
+
+class Version(NamedTuple):
+    """What changes when a file is replaced."""
+
+    changed: int
+    status_changed: int
+    inode: int
+    size: int
+
+
+def _version(path: Path) -> Version:
+    stat = path.stat()
+    return Version(stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_size)
+
+
+class Verified(NamedTuple):
+    """A file whose content this process has verified."""
+
+    version: Version
+    parts: dict[str, str]
+    """Checksum of the tensors of each part, the first word of their names."""
+
+
+def _remember(path: Path, kind: str, version: Version, digests: Mapping[str, str]) -> None:
     if len(_verified) >= MAX_VERIFIED:
         _verified.clear()
-    _verified[path, kind] = version
-    return message
+    _verified[path, kind] = Verified(version, _by_part(digests))
+
+
+def _by_part(digests: Mapping[str, str]) -> dict[str, str]:
+    groups = itertools.groupby(digests.items(), lambda item: item[0].partition(".")[0])
+    return {part: _combined(dict(members)) for part, members in groups}
 
 
 MAX_VERIFIED = 10_000
-_verified: dict[tuple[Path, str], tuple[int, ...]] = {}
-"""Files whose content this process has verified, with their stat at that time."""
+_verified: dict[tuple[Path, str], Verified] = {}
 
 
 def is_whole(path: Path, kind: str) -> bool:

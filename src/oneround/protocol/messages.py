@@ -207,7 +207,7 @@ class Upload:
         return blob.pack("upload", self._tensors(), self._manifest())
 
     def write(self, path: str | PathLike[str], *, flush: bool = True) -> None:
-        blob.write(Path(path), "upload", self._tensors(), self._manifest(), flush=flush)
+        blob.write(Path(path), "upload", self._tensors(), self._manifest(), flush=flush, read_soon=True)
 
     @staticmethod
     def unpack(raw: bytes, broadcast: Broadcast, statistics: Shapes, where: str = "upload") -> Upload:
@@ -216,9 +216,17 @@ class Upload:
         return Upload._from(manifest, tensors, broadcast, statistics, where)
 
     @staticmethod
-    def read(path: str | PathLike[str], broadcast: Broadcast, statistics: Shapes) -> Upload:
-        manifest, tensors = blob.read(Path(path), "upload", max_upload_bytes(broadcast, statistics))
-        return Upload._from(manifest, tensors, broadcast, statistics, str(path))
+    def read(
+        path: str | PathLike[str], broadcast: Broadcast, statistics: Shapes, known_sums: set[str] | None = None
+    ) -> Upload:
+        """`known_sums`: checksums of sums that need not be checked again; those of this upload are added."""
+        path = Path(path)
+        manifest, tensors = blob.read(path, "upload", max_upload_bytes(broadcast, statistics))
+        sums = blob.part_checksum(path, "upload", "sums")
+        upload = Upload._from(manifest, tensors, broadcast, statistics, str(path), sums in (known_sums or ()))
+        if known_sums is not None:
+            known_sums.add(sums)
+        return upload
 
     @staticmethod
     def epoch_of(path: str | PathLike[str]) -> int | None:
@@ -230,8 +238,14 @@ class Upload:
 
     @staticmethod
     def _from(
-        manifest: blob.Manifest, tensors: dict[str, Tensor], broadcast: Broadcast, statistics: Shapes, where: str
+        manifest: blob.Manifest,
+        tensors: dict[str, Tensor],
+        broadcast: Broadcast,
+        statistics: Shapes,
+        where: str,
+        summed: bool = False,
     ) -> Upload:
+        """`summed`: its sums are known to be possible."""
         if manifest["recipe_digest"] != broadcast.digest:
             raise refused(
                 where,
@@ -242,7 +256,7 @@ class Upload:
         counts = [] if masked else counts_of(manifest, tensors.get("sums.counts"), broadcast, where)
         groups = split_by_prefix(tensors, "weights", "statistics", "sums")
         check_weights(groups["weights"], where)
-        if groups["sums"] and not masked:
+        if groups["sums"] and not masked and not summed:
             check_sums(groups["sums"], where)
         epoch, client = manifest["epoch"], manifest["client"]
         first, last = broadcast.first_epoch, broadcast.last_epoch
@@ -336,14 +350,15 @@ class UploadFolder(Sequence[Upload]):
 
     def __init__(self, paths: Iterable[str | PathLike[str]], broadcast: Broadcast, statistics: Shapes) -> None:
         self.paths, self.broadcast, self.statistics = [Path(path) for path in paths], broadcast, statistics
+        self._known_sums = set[str]()
 
     def __len__(self) -> int:
         return len(self.paths)
 
     @property
-    def key(self) -> tuple[str, ...]:
-        """Checksums of the uploads, from their manifests; equal for equal uploads."""
-        return tuple(str(blob.peek(path, "upload")["sha256"]) for path in self.paths)
+    def sums_key(self) -> tuple[str, ...]:
+        """Checksums of the uploads' sums; equal for equal sums, whatever networks come with them."""
+        return tuple(blob.part_checksum(path, "upload", "sums") for path in self.paths)
 
     @overload
     def __getitem__(self, at: int) -> Upload: ...
@@ -362,7 +377,7 @@ class UploadFolder(Sequence[Upload]):
 
     def _read(self, path: Path) -> Upload:
         """Read an upload; refused where its file does not have its client's name, since a copy would count twice."""
-        upload = Upload.read(path, self.broadcast, self.statistics)
+        upload = Upload.read(path, self.broadcast, self.statistics, self._known_sums)
         if upload.client != path.stem:
             name = f"{upload.client}{path.suffix}"
             raise refused(str(path), f"it is the upload of {upload.client}; give it that name, {name}, or leave it out")

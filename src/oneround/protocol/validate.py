@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
@@ -207,6 +208,7 @@ def check_sums(sums: dict[str, Tensor], where: str) -> None:
 
 
 TOLERANCE = 1.02  # tolerance: sums are rounded to 32 or 16 bits
+TINY = 1e-300
 
 
 def _check_products(sums: dict[str, Tensor], squares: Tensor, bound: Tensor, where: str) -> None:
@@ -217,12 +219,15 @@ def _check_products(sums: dict[str, Tensor], squares: Tensor, bound: Tensor, whe
     scale = squares.clamp(min=1e-30).sqrt() if "diagonal" in sums else torch.ones_like(squares)
     if triangle.dtype == torch.int16:
         scale = scale / torch.iinfo(torch.int16).max ** 0.5
-    start, size = 0, len(bound)
-    for row in range(size):
-        part = triangle[start : start + size - row].double().abs() * scale[row] * scale[row:]
-        if bool((part > TOLERANCE * bound[row] * bound[row:]).any()):
-            raise refused(where, f"its sums have products larger than their squares allow (row {row})")
-        start += size - row
+    allowed = (bound / scale).numpy()  # of row i and column j: their product
+    per_column = 1 / np.maximum(allowed, TINY)
+    values, start = (triangle.float() if triangle.dtype == torch.bfloat16 else triangle).numpy(), 0
+    with np.errstate(over="ignore"):
+        for row in range(len(allowed)):
+            part = values[start : start + len(allowed) - row].astype(np.float64)
+            start += len(part)
+            if (np.abs(part) * per_column[row:]).max() > TOLERANCE * allowed[row]:
+                raise refused(where, f"its sums have products larger than their squares allow (row {row})")
 
 
 def _squares(sums: dict[str, Tensor]) -> Tensor:

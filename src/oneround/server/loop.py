@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -169,13 +170,23 @@ class ServerLoop:
 
     def run(self) -> Result:
         """Collect, score and record every snapshot that is not in the log yet."""
+        with ThreadPoolExecutor(1, thread_name_prefix="picture") as beside:
+            snapshot = self._run_rounds(beside)
+        remarks = [*self.plan.remarks(), *self.transport.remarks(), *stopped_early(snapshot.uploads)]
+        digest = self.plan.partition_digest(snapshot.uploads)
+        facts = Facts(self.plan.data.name, digest, self.transport.traffic(), remarks)
+        return self.writer.finish(snapshot, facts, self.site, self.plan.data.test)
+
+    def _run_rounds(self, beside: Executor) -> Snapshot:
+        """The snapshot of the last epoch. `beside`: draws the partition while clients train on."""
         broadcast, snapshot = self._begin_round(), None
+        picture: Future[None] | None = None
         for epoch in self.epochs:
             ends_round = epoch == broadcast.last_epoch
             if epoch <= broadcast.first_epoch or (epoch in self.writer.done and not ends_round):
                 continue
             snapshot = self._collect(broadcast, epoch)
-            self._draw_partition()
+            picture = picture or beside.submit(self._draw_partition)
             logged: list[dict[str, Any]] = []
             if epoch not in self.writer.done:
                 before = max((earlier for earlier in self.epochs if earlier < epoch), default=0)
@@ -187,11 +198,9 @@ class ServerLoop:
                     with self.site.arithmetic(broadcast.parameters):
                         acts.advance(model, broadcast).write(self.folder.broadcast)
                     broadcast = self._begin_round()
-        assert snapshot is not None, "the last epoch is always scored"
-        remarks = [*self.plan.remarks(), *self.transport.remarks(), *stopped_early(snapshot.uploads)]
-        digest = self.plan.partition_digest(snapshot.uploads)
-        facts = Facts(self.plan.data.name, digest, self.transport.traffic(), remarks)
-        return self.writer.finish(snapshot, facts, self.site, self.plan.data.test)
+        assert snapshot is not None and picture is not None, "the last epoch is always scored"
+        picture.result()
+        return snapshot
 
     def _begin_round(self) -> Broadcast:
         """Read the broadcast of the current round and remove the uploads of the round before."""
@@ -241,7 +250,7 @@ class ServerLoop:
                 self.emit({**entry, "event": "epoch", "client": upload.client})
 
     def _draw_partition(self) -> None:
-        """Draw the partition; after the first snapshot, so that training need not wait for the picture."""
+        """Draw the partition, after the first snapshot: loading the library of pictures would delay the first epoch."""
         plan, path = self.plan, self.folder.path / "partition.png"
         if plan.split is not None and not path.exists():
             title = f"{plan.data.name}, {plan.recipe.partition.label}, seed {plan.recipe.seeds.partition}"

@@ -234,7 +234,7 @@ class DealtPlan(Plan):
         if device.type == "cpu":
             at_once, threads = num_workers(local, parameters, len(clients)), threads_per_client(local, parameters)
             how = f"{at_once} at once, {threads} thread(s) each"
-        elif (local.workers or 1) > 1:
+        elif device.type == "cuda" and local.workers != 1:
             how = "two at a time, where its memory has room for both"
         if batched:
             how = "with steps of equal shape together"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from oneround.acts import train, train_group
+from oneround.acts import train_and_measure, train_group
 from oneround.config.parts import load_plugin
 from oneround.config.recipe import Local
 from oneround.data import Images
@@ -71,8 +71,8 @@ class Worker:
     def train(self, job: TrainJob) -> Callable[[], str]:
         """Train the client; what is left to do writes its upload and returns its name."""
         broadcast = self._begin(job)
-        upload = train(broadcast, self._site(job, broadcast), job.until, self.emit, self.trainer)
-        return lambda: _write(upload, job)
+        rest = train_and_measure(broadcast, self._site(job, broadcast), job.until, self.emit, self.trainer)
+        return lambda: _write(rest(), job)
 
     def train_group(self, job: GroupJob) -> Callable[[], list[str]]:
         """Train the clients together and write their uploads; what is left to do returns their names."""
@@ -169,7 +169,7 @@ class WorkerPool:
                 return self._pool.submit(in_process, job)
         device = choose_device(local.device)
         if self._lanes is None and self._worker is None:
-            self._begin(device, min(local.workers or 1, MOST) if device.type == "cuda" else 0)
+            self._begin(device, min(local.workers or MOST, MOST) if device.type == "cuda" else 0)
         if self._lanes is not None:
             return self._lanes.submit(lambda worker: here(worker, job))
         assert self._worker is not None

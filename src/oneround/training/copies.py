@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+
+from oneround.models.prototype import all_on_cpu
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -13,6 +15,15 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     made = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     overwrite(made, tensors)
     return made
+
+
+def fetched_later(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """What these tensors are now, on the CPU; from a GPU it is fetched when it is called for, perhaps by another thread."""
+    if next(iter(tensors.values())).is_cpu:
+        fetched = all_on_cpu(tensors)
+        return lambda: fetched
+    kept = copies(tensors)
+    return lambda: all_on_cpu(kept)
 
 
 @torch.no_grad()

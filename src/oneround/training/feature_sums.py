@@ -45,7 +45,7 @@ def feature_sums(
         return _masked(gathered, broadcast, site)
     upload_sums = sums.packed(gathered, recipe.sums)
     if path is not None:
-        blob.write(path, "sums", upload_sums, owner, flush=False)
+        blob.write(path, "sums", upload_sums, owner, flush=False, read_soon=True)
     return upload_sums
 
 
