@@ -19,6 +19,6 @@ from oneround.fusion import (
     taught,
     typicality_gated,
 )
-from oneround.models import encoders, features, patches
+from oneround.models import encoders, features, patches, unet
 from oneround.training import contrastive, distillation, objective, reference
 from oneround.training.alignment import anchors, guards, schedules, weights
