@@ -379,7 +379,15 @@ def _measure(learner: Learner, broadcast: Broadcast) -> dict[str, Tensor]:
     net, data, device = learner.net.eval(), learner.data, learner.site.device
 
     def features_of(images: Images) -> Tensor:
-        return torch.cat([net.encoder(batch) for batch in images.batches(device, *preprocessing(broadcast.recipe))])
+        at_once = images.scored_at_once(device)
+        while True:
+            try:
+                batches = images.batches(device, *preprocessing(broadcast.recipe), at_once)
+                return torch.cat([net.encoder(batch) for batch in batches])
+            except torch.OutOfMemoryError:  # what a recorded step holds is not free for this
+                if at_once == 1:
+                    raise
+            at_once //= 2
 
     own_features = features_of(data)
     unit, logits, labels = F.normalize(own_features, dim=1), net.classify(own_features), data.labels

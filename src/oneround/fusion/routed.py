@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, reduce
 from typing import Literal, NamedTuple
 
 import torch
@@ -119,7 +120,8 @@ class Routed(EnsembleRule):
         tried = [Setting(*values) for values in itertools.product(*axes.values())]
         if not self._options:
             tried.insert(0, RIDGE_ONLY)
-        return max(tried, key=lambda setting: routing.performance(outputs, labels, setting))
+        performance = routing.performance(outputs, labels)
+        return max(tried, key=performance)
 
     def restore(self, saved: SavedModel) -> Inference:
         tensors = saved.shards[0]()
@@ -193,14 +195,22 @@ class Routing(Combiner):
             views.append((torch.cat(atypicality), torch.cat(logits), share[0]))
         return initial, views
 
-    def performance(self, outputs: tuple[Totals, list[View]], labels: Tensor, setting: Setting) -> tuple[float, float]:
-        """Accuracy and mean log-likelihood of a setting on evaluated images."""
+    def performance(
+        self, outputs: tuple[Totals, list[View]], labels: Tensor
+    ) -> Callable[[Setting], tuple[float, float]]:
+        """A function: setting → accuracy and mean log-likelihood on evaluated images."""
         totals, views = outputs
-        for view in views:
-            totals = self._fold(totals, view, setting)
-        scores = self._combine(totals, setting)
-        log_likelihood = scores.log_softmax(1).gather(1, labels[:, None]).mean()
-        return float((scores.argmax(1) == labels).float().mean()), float(log_likelihood)
+
+        @lru_cache(1)  # settings that differ in what follows come one after another
+        def folded(experts_only: Setting) -> Totals:
+            return reduce(lambda sums, view: self._fold(sums, view, experts_only), views, totals)
+
+        def measure(setting: Setting) -> tuple[float, float]:
+            scores = self._combine(folded(setting._replace(eta=0.0, experts=1.0)), setting)
+            log_likelihood = scores.log_softmax(1).gather(1, labels[:, None]).mean()
+            return float((scores.argmax(1) == labels).float().mean()), float(log_likelihood)
+
+        return measure
 
     def shard(self) -> dict[str, Tensor]:
         (ridge,) = self.ridge.shards()

@@ -348,9 +348,16 @@ def max_upload_bytes(broadcast: Broadcast, statistics: Shapes) -> int:
 class UploadFolder(Sequence[Upload]):
     """Uploads on disk, read and checked one at a time on access; nothing is kept in memory."""
 
-    def __init__(self, paths: Iterable[str | PathLike[str]], broadcast: Broadcast, statistics: Shapes) -> None:
+    def __init__(
+        self,
+        paths: Iterable[str | PathLike[str]],
+        broadcast: Broadcast,
+        statistics: Shapes,
+        known_sums: set[str] | None = None,
+    ) -> None:
+        """`known_sums`: checksums of sums that were checked before; it grows as uploads are read."""
         self.paths, self.broadcast, self.statistics = [Path(path) for path in paths], broadcast, statistics
-        self._known_sums = set[str]()
+        self._known_sums = set() if known_sums is None else known_sums
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -368,7 +375,7 @@ class UploadFolder(Sequence[Upload]):
 
     def __getitem__(self, at: int | slice) -> Upload | UploadFolder:
         if isinstance(at, slice):
-            return UploadFolder(self.paths[at], self.broadcast, self.statistics)
+            return UploadFolder(self.paths[at], self.broadcast, self.statistics, self._known_sums)
         return self._read(self.paths[at])
 
     def __iter__(self) -> Iterator[Upload]:

@@ -167,6 +167,8 @@ class ServerLoop:
         self.site = plan.server(folder.path)
         self.epochs = plan.snapshot_epochs if transport.snapshots else plan.round_ends
         """Epochs after which uploads are collected and scored."""
+        self._known_sums = set[str]()
+        """Sums do not change from snapshot to snapshot, and are checked once."""
 
     def run(self) -> Result:
         """Collect, score and record every snapshot that is not in the log yet."""
@@ -225,7 +227,7 @@ class ServerLoop:
         while True:
             names = self.transport.collect(broadcast, epoch)
             paths = [self.folder.upload(name) for name in names]
-            uploads = UploadFolder(paths, broadcast, acts.statistics_of(broadcast))
+            uploads = UploadFolder(paths, broadcast, acts.statistics_of(broadcast), self._known_sums)
             try:
                 snapshot = self._score(uploads, epoch)
             except SERVER_ERRORS:

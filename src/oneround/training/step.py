@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -39,6 +39,9 @@ from oneround.training.shared_base import SharedBase
 log = logging.getLogger("oneround")
 WARM_UP = 3  # eager steps before the first is recorded
 MOST_RECORDED = 64  # sizes of batches, in a stage
+AHEAD = (
+    4  # recorded steps that wait for the device: its queue never fills, which would make other threads wait for it too
+)
 EXTRAS = ("anchors", "bank.features", "bank.labels", "reference.features")
 """The broadcast's extras that a training step reads."""
 Losses = tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]]
@@ -170,6 +173,8 @@ class Stepper(ClientState):
         self.stage = self.stages[0]
         self._pool: Any = None
         """Of the device's memory, for all recorded steps: one runs at a time."""
+        self._ahead: deque[torch.cuda.Event] = deque()
+        """Ends of the last recorded steps."""
         self.last_batch: objective.Batch | None = None
         self._sent: Broadcast | None = None
         self._weights: dict[str, Tensor] = {}
@@ -200,7 +205,9 @@ class Stepper(ClientState):
         if self._sent is not broadcast:  # for the next clients its weights stay on the device
             self._sent = broadcast
             self._weights = {name: value.to(self.device) for name, value in broadcast.weights.items()}
-        self.net.load_state_dict(self._weights)
+            self.net.load_state_dict(self._weights)
+        else:
+            overwrite(self.net.state_dict(), self._weights)
         if self.shared_base is not None:
             self.shared_base.bind(self._weights)
         self._bind_extras(broadcast)
@@ -259,6 +266,11 @@ class Stepper(ClientState):
             buffer.copy_(value)
         graph, self.last_batch = self.stage.recorded[images]
         graph.replay()
+        replayed = torch.cuda.Event(blocking=True)
+        replayed.record()
+        self._ahead.append(replayed)
+        if len(self._ahead) > AHEAD:
+            self._ahead.popleft().synchronize()
 
     def _inputs(self, images: int) -> tuple[Tensor, ...]:
         """The buffers that a recorded step of so many images reads."""
