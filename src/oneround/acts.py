@@ -91,7 +91,7 @@ def prepare(
         net.prototypes.data.copy_(_prototypes_from(recipe.local.initial_features, net.prototypes.data))
     if recipe.alignment is not None:
         extras["anchors"] = anchors.of(recipe.alignment.anchors).make(len(class_names), net.encoder.features, seed)
-        if recipe.alignment.initial == "anchors":
+        if recipe.alignment.initial != "random":
             net.prototypes.data.copy_(extras["anchors"])
     broadcast = Broadcast(recipe.federated, class_names, shape, net.weights())
     for rule in rules_of(recipe):
@@ -398,4 +398,5 @@ def _measure(learner: Learner, broadcast: Broadcast) -> dict[str, Tensor]:
         if learner.depth is not None and SHARED in rule.statistics(broadcast.classes, unit.shape[1]):
             measured[SHARED] = torch.tensor(learner.depth)
         measured |= rule.measure(unit, data.labels, broadcast.classes) | rule.judge(logits, labels, broadcast.classes)
+        measured |= rule.measure_raw(own_features)
     return {name: value.float().cpu().contiguous() for name, value in measured.items()}

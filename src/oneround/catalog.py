@@ -9,6 +9,7 @@ from oneround.fusion import (
     dynamic_prototypes,
     entropy_gated,
     feature_vote,
+    fedsra,
     iffi,
     informative_iffi,
     logit_ensemble,

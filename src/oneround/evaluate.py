@@ -22,14 +22,13 @@ from oneround.data.augment import preprocessing
 from oneround.fusion import EnsembleRule, Rule, ridge
 from oneround.fusion.base import expert_of
 from oneround.global_model import GlobalModel
-from oneround.models.inference import Combine, Combiner, Ensemble, Expert, Totals
+from oneround.models.inference import TRANSDUCTIVE, Combine, Combiner, Ensemble, Expert, Totals, moments_of
 from oneround.models.norm import batch_statistics, has_batch_norm
 from oneround.protocol import Broadcast, Upload
 from oneround.seeds import generator
 from oneround.site import Site
 
 log = logging.getLogger("oneround")
-TRANSDUCTIVE = "transductive"
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,9 @@ class ScoringPass:
         """Run one expert on every image; returns its logits."""
         logits = []
         with batch_statistics(expert) if self.transductive else nullcontext():
+            if any(rule.transductive for rule in self.rules.values()):
+                features = [expert.output(images).features for images in self.images.batches(*self.preprocessing)]
+                expert.set_moments = moments_of(torch.cat(features))
             for number, images in enumerate(self.images.batches(*self.preprocessing)):
                 output = expert.output(images)
                 logits.append(output.logits)
@@ -129,6 +131,7 @@ class ScoringPass:
                     totals = self.totals[name]
                     before = totals[number] if number < len(totals) else rule.begin(images)
                     totals[number : number + 1] = [rule.add(before, output)]
+        expert.set_moments = None
         return torch.cat(logits)
 
     def score(self, name: str, classes: int) -> Score:
@@ -139,6 +142,7 @@ class ScoringPass:
 
 def transductive_name(rule: str, batch: int) -> str:
     """What a rule's transductive score is called: with the size of the batches unless it is the default."""
+    rule = rule.removesuffix(f", {TRANSDUCTIVE}")
     return f"{rule}, {TRANSDUCTIVE}" + (f" {batch}" if batch != Evaluation().batch_size else "")
 
 

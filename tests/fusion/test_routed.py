@@ -14,6 +14,7 @@ from oneround.config.recipe import Local, Recipe
 from oneround.data import Dataset, Images
 from oneround.evaluate import score_model, score_uploads
 from oneround.fusion import rules
+from oneround.fusion.fedsra import FedSRA
 from oneround.fusion.routed import DEFAULTS, Routed, Routing, Setting
 from oneround.global_model import GlobalModel
 from oneround.models.linear import Linear
@@ -73,6 +74,22 @@ def test_the_score_is_its_formula(federation: Federation, digits: Dataset, optio
         answer = answer + asked[:, None] * softmax(logits / options.get("temperature", DEFAULTS.temperature))
     expected = ridge ** options["eta"] * answer
     assert np.abs(found - expected / expected.sum(1, keepdims=True)).max() < 1e-4
+
+
+def test_standardised_features_take_the_place_of_the_experts_own_scores(
+    federation: Federation, digits: Dataset
+) -> None:
+    """A client that holds everything, alone: its posterior is FedSRA's of its own upload."""
+    _, broadcast, uploads = federation
+    images = digits.test.pixels[:60].float() / 255
+    options = {"posterior": "standardised", "temperature": 1.0, "trust": 0.0, "eta": 0.0}
+    with torch.no_grad():
+        one = fused(federation, uploads[:1], None, **options)(images).softmax(1)
+        other = acts.fuse(uploads[:1], broadcast, rule=rules.parse("fedsra"))(images).softmax(1)
+        plain = fused(federation, uploads[:1], None, **{**options, "posterior": "prototypes"})(images).softmax(1)
+    assert float((one - other).abs().max()) < 1e-4 < float((one - plain).abs().max())
+    assert rules.parse({"kind": "routed"}).statistics(10, 16) == {}
+    assert rules.parse({"kind": "routed", **options}).statistics(10, 16) == FedSRA().statistics(10, 16)
 
 
 def test_with_typicality_and_no_trust_it_is_the_typicality_gate_up_to_how_clients_are_weighed(

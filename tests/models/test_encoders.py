@@ -45,6 +45,15 @@ def test_every_encoder_takes_every_size(kind: str, norm: str, channels: int, siz
     assert norms == {nn.BatchNorm2d if norm == "batch" else nn.GroupNorm}
 
 
+def test_a_projection_is_a_linear_layer_on_another_encoders_features() -> None:
+    encoder = encoders.parse({"kind": "projected", "encoder": {"kind": "cnn", "width": 4}, "width": 6}).build(1).eval()
+    images = torch.randn(3, 1, 8, 8)
+    assert encoder.features == 6 and count(encoder) == count(encoder.encoder) + 16 * 6 + 6
+    assert torch.allclose(encoder(images), encoder.projection(encoder.encoder(images)))
+    with pytest.raises(ValueError, match=r"norm = group: is the inner encoder's; set encoder\.norm"):
+        encoders.parse({"kind": "projected", "norm": "group"})
+
+
 @pytest.mark.parametrize("size", [8, 9, 28])
 def test_halving_without_gradients_is_max_pooling_to_the_bit(size: int) -> None:
     x = torch.randn(3, 4, size, size + 1).relu()

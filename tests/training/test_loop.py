@@ -77,7 +77,7 @@ def test_stopped_and_resumed_is_the_same_as_undisturbed(
     assert timeless[0] == timeless[1] and len(timeless[0]) == 4
 
 
-@pytest.mark.parametrize("preset", ["v10", "v13", "etf-equilibrium", "v6", "v8"])
+@pytest.mark.parametrize("preset", ["v10", "v13", "etf-equilibrium", "v6", "v8", "fedsra"])
 @pytest.mark.parametrize("restart", [True, False])
 def test_stopped_and_resumed_is_the_same(digits: Dataset, tmp_path: Path, preset: str, restart: bool) -> None:
     broadcast = broadcast_of(digits, preset, 4, training__restart_optimizer=restart)

@@ -49,7 +49,8 @@ FORMER_NAMES = {"rails": "safeguards"}
 """Keys of older recipes, with their names today. Both are read; today's are written."""
 ADDED: Mapping[str, Mapping[str, Any]] = {
     "evaluation": {"batch_norm": "running", "batch_size": 256},
-    "alignment": {"initial": "random"},
+    "alignment": {"initial": "random", "one_class": "all"},
+    "training": {"optimizer": "sgd"},
 }
 """Keys by section that were added since, with their defaults. Those that have their default do not enter the digest: a recipe
 keeps the one it had."""

@@ -79,6 +79,8 @@ class Training(Strict):
     """Every sample once per epoch, or every class that the client has equally often."""
     last_batch: Literal["wrap", "keep", "drop"] = "wrap"
     """An incomplete last batch is filled from the start of the same shuffle, kept short, or dropped."""
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    """Adam: `momentum` is its β₁, β₂ is 0.999."""
     learning_rate: Positive = 0.05
     schedule: Literal["constant", "cosine", "steps"] = "constant"
     """Learning rate: constant or falling over the whole training, all rounds of it; or multiplied by `factor` after milestones."""
@@ -185,8 +187,8 @@ class Alignment(Strict):
     """Prototypes of all classes, or of those in the batch."""
     distance: Literal["squared", "cosine"] = "squared"
     """Mean squared difference over all entries, or 1 − cos."""
-    initial: Literal["random", "anchors"] = "random"
-    """Where prototypes begin: as the network is initialised, or on their anchors."""
+    initial: Literal["random", "anchors", "fixed"] = "random"
+    """Where prototypes begin: as the network is initialised, or on their anchors; `fixed`: on their anchors, where they stay."""
     path: Literal["direct", "progressive"] = "direct"
     """Pull to the anchors from the start, or to a point that moves from the initial prototypes to them."""
     weight: Annotated[Part, In("weight")] = Field(default="fixed", validate_default=True)
@@ -195,6 +197,8 @@ class Alignment(Strict):
     """s(p) over the whole training: `constant`, `linear`, `cosine`, `consensus`."""
     guard: Annotated[GuardPart, In("guard")] = Field(default="none", validate_default=True)
     """What keeps a learned λ in bounds: `none`, `inverse-variance`, `hinge`, `clamp`."""
+    one_class: Literal["all", "alignment"] = "all"
+    """What a client minimises whose images are all of one class: the whole loss, or the alignment alone."""
 
     @model_validator(mode="after")
     def _guard_fits(self) -> Alignment:
@@ -203,9 +207,13 @@ class Alignment(Strict):
 
     @model_validator(mode="after")
     def _path_leads_somewhere(self) -> Alignment:
-        if self.path == "progressive" and self.initial == "anchors":
+        if self.path == "progressive" and self.initial != "random":
             raise ValueError(
                 "path = progressive: prototypes begin on their anchors already; set initial: random, or path: direct"
+            )
+        if self.target == "prototypes" and self.initial == "fixed":
+            raise ValueError(
+                "initial = fixed: prototypes stay on their anchors, there is nothing to pull; set target: features, or initial: anchors"
             )
         return self
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from oneround.config.parts import Needs, Part, RulePart, Slot
 from oneround.config.recipe import Federated, Local
 from oneround.models.inference import (
+    TRANSDUCTIVE,
     Combine,
     Ensemble,
     Expert,
@@ -44,6 +45,10 @@ class Rule(RulePart):
 
     def measure(self, unit: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
         """Client side: those statistics, from the unit features (n, features) of the client's own images."""
+        return {}
+
+    def measure_raw(self, features: Tensor) -> dict[str, Tensor]:
+        """Client side: those that need the features (n, features) of the client's own images with their lengths."""
         return {}
 
     def judge(self, logits: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
@@ -81,6 +86,16 @@ rules: Slot[Rule] = Slot("fusion", Rule, default="iffi")
 
 class EnsembleRule(Rule):
     """A rule that keeps every client's network and combines their outputs."""
+
+    @property
+    def transductive(self) -> bool:
+        """Whether its scores of an image depend on the images scored with it."""
+        return False
+
+    @property
+    def label(self) -> str:
+        """Its kind and options, and that its scores are transductive."""
+        return super().label + (f", {TRANSDUCTIVE}" if self.transductive else "")
 
     def ready(self, uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Combine:
         """The object that combines the clients' outputs; the rule itself unless it needs data from the uploads."""

@@ -3,7 +3,7 @@
     π_k(x) = Σ_c p_r(c|x)^trust·n_kc/n_c,  g_k ∝ π_k·exp(−β t_k(x)),  score_c = p_r(c|x)^η · Σ_k g_k(x) q_k(c|x)
 
 p_r is the ridge's posterior, q_k the client's: softmax(z_k·P_kᵀ/T), or the Gaussian one of its class means (`typicality`), for
-which t_k measures how atypical x is for client k. Options left out (T, trust, β, η) are chosen on validation images if the
+which t_k measures how atypical x is for client k, or as the first, of features standardised as in FedSRA (`standardised`). Options left out (T, trust, β, η) are chosen on validation images if the
 server has some, from a grid that includes the ridge alone (the experts have no weight) and the experts alone (trust 0, η 0), so
 a weak part can be dropped; without such images they are DEFAULTS.
 """
@@ -24,6 +24,7 @@ from oneround.config.sections import NotNegative, Positive
 from oneround.data import Images
 from oneround.data.augment import preprocessing
 from oneround.fusion.base import EnsembleRule, Rule, SavedModel, UploadExperts, rules
+from oneround.fusion.fedsra import TEMPERATURE, FedSRA, cosines, own_moments, standardised
 from oneround.fusion.ridge import Ridge, pooled_solution, restore_linear
 from oneround.fusion.typicality_gated import LOG_CLOSED, TINY, TypicalityGated, add_votes, typicality
 from oneround.models.inference import Combiner, Ensemble, ExpertOutput, Experts, Inference, Totals
@@ -60,8 +61,9 @@ GRID = {
 class Routed(EnsembleRule):
     """Clients' predictions, weighted by the ridge's posterior over classes, combined with the ridge's own."""
 
-    posterior: Literal["prototypes", "typicality"] = "prototypes"
-    """The client's prediction: the softmax of its prototypes, or of its class means and covariance."""
+    posterior: Literal["prototypes", "typicality", "standardised"] = "prototypes"
+    """The client's prediction: the softmax of its prototypes, or of its class means and covariance; `standardised`: of its
+    centred prototypes and features standardised by the moments of its own images."""
     temperature: Positive | None = None
     """Temperature of the clients' predictions; left out, like the next three: chosen on validation images."""
     trust: NotNegative | None = None
@@ -82,6 +84,8 @@ class Routed(EnsembleRule):
     @property
     def _statistics_rule(self) -> Rule:
         """The rule whose statistics the clients' predictions need."""
+        if self.posterior == "standardised":
+            return FedSRA()
         return TypicalityGated() if self.posterior == "typicality" else Rule()
 
     def statistics(self, classes: int, features: int) -> Shapes:
@@ -89,6 +93,9 @@ class Routed(EnsembleRule):
 
     def measure(self, unit: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
         return self._statistics_rule.measure(unit, labels, classes)
+
+    def measure_raw(self, features: Tensor) -> dict[str, Tensor]:
+        return self._statistics_rule.measure_raw(features)
 
     def check_statistics(self, statistics: Mapping[str, Tensor]) -> None:
         self._statistics_rule.check_statistics(statistics)
@@ -115,7 +122,7 @@ class Routed(EnsembleRule):
     def _select(self, routing: Routing, outputs: tuple[Totals, list[View]], labels: Tensor) -> Setting:
         """The setting with the highest accuracy; ties are broken by the log-likelihood."""
         axes = GRID | {name: (value,) for name, value in self._options.items()}
-        if self.posterior == "prototypes":
+        if self.posterior != "typicality":
             axes["beta"] = (0.0,)
         tried = [Setting(*values) for values in itertools.product(*axes.values())]
         if not self._options:
@@ -163,7 +170,11 @@ class Routing(Combiner):
         if self.posterior == "typicality":
             atypicality, logits = typicality(output)
             return atypicality.clamp(max=-LOG_CLOSED), logits, share
-        return torch.zeros_like(output.logits[:, :1]), output.logits, share
+        logits = output.logits
+        if self.posterior == "standardised":
+            features = standardised(output.features, own_moments(output))
+            logits = cosines(features, output.expert.net.prototypes) / TEMPERATURE
+        return torch.zeros_like(logits[:, :1]), logits, share
 
     def add(self, totals: Totals | None, output: ExpertOutput) -> Totals:
         assert totals is not None, "begin comes first"

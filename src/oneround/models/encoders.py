@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneround.config.parts import Part, Slot
+from oneround.config.parts import In, Part, Slot
 from oneround.models.norm import again, first_convolution, normalise, pointwise
 
 Norm = Literal["batch", "group"]
@@ -89,6 +89,38 @@ class Cnn(EncoderPart):
 
     def build(self, channels: int) -> Encoder:
         return SmallConvNet(channels, self.width, self.make_norm)
+
+
+# --- another width ---------------------------------------------------------------------------------------------------
+
+
+class LinearlyProjected(Encoder):
+    """A linear layer after another encoder."""
+
+    def __init__(self, encoder: Encoder, width: int) -> None:
+        super().__init__()
+        self.encoder, self.projection, self.features = encoder, nn.Linear(encoder.features, width), width
+
+    def forward(self, images: Tensor) -> Tensor:
+        projected: Tensor = self.projection(self.encoder(images))
+        return projected
+
+
+@encoders.register("projected")
+class Projected(EncoderPart):
+    """Another encoder with a linear layer to so many features."""
+
+    encoder: Annotated[Part, In("encoder")] = Field(default="resnet18", validate_default=True)
+    width: Annotated[int, Field(ge=2, le=4096)] = 256
+
+    @model_validator(mode="after")
+    def _norm_is_the_inner_one(self) -> Projected:
+        if self.norm != "batch":
+            raise ValueError(f"norm = {self.norm}: is the inner encoder's; set encoder.norm of this part")
+        return self
+
+    def build(self, channels: int) -> Encoder:
+        return LinearlyProjected(encoders.of(self.encoder).build(channels), self.width)
 
 
 # --- residual networks -------------------------------------------------------------------------------------------------

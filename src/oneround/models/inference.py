@@ -20,6 +20,8 @@ from oneround.errors import DataError, RecipeError
 from oneround.models.norm import has_batch_norm
 from oneround.models.prototype import PrototypeNet, meta_network
 
+TRANSDUCTIVE = "transductive"
+"""What a score is called that depends on which images are scored together."""
 Totals = dict[str, Tensor]
 M = TypeVar("M", bound=nn.Module)
 
@@ -59,6 +61,15 @@ class Single(Inference):
         yield self.net.weights()
 
 
+Moments = tuple[Tensor, Tensor]
+"""Mean and standard deviation of features, each (features,)."""
+
+
+def moments_of(features: Tensor) -> Moments:
+    """The moments of features (n, features)."""
+    return features.mean(0), features.std(0, correction=0)
+
+
 class Expert(nn.Module):
     """One client's network with its sample and class counts and the statistics that rules need."""
 
@@ -69,6 +80,8 @@ class Expert(nn.Module):
     def __init__(self, net: PrototypeNet, samples: Tensor, class_counts: Tensor, statistics: dict[str, Tensor]) -> None:
         super().__init__()
         self.net = net
+        self.set_moments: Moments | None = None
+        """Of its features of all images that are scored together, while a transductive rule scores a set batch by batch."""
         self.register_buffer("samples", samples.float())
         self.register_buffer("class_counts", class_counts.float())
         self.register_buffer("noise_feature", torch.zeros(net.encoder.features))
@@ -103,6 +116,11 @@ class ExpertOutput:
 class Combine(Protocol):
     """How an ensemble rule folds outputs into totals and totals into scores."""
 
+    @property
+    def transductive(self) -> bool:
+        """Whether scores of an image depend on the images scored with it."""
+        ...
+
     def begin(self, images: Tensor) -> Totals | None:
         """Initial totals of a batch, before any expert; None for most rules."""
         ...
@@ -114,6 +132,8 @@ class Combine(Protocol):
 
 class Combiner(nn.Module):
     """A `Combine` that has tensors: they are the first shard of its saved ensemble."""
+
+    transductive = False
 
     def begin(self, images: Tensor) -> Totals | None:
         return None

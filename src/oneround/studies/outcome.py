@@ -17,8 +17,9 @@ from oneround.analysis.statistics import (
     figure_verdict,
     paired,
 )
-from oneround.evaluate import TRANSDUCTIVE, transductive_name
+from oneround.evaluate import transductive_name
 from oneround.formatting import plural
+from oneround.models.inference import TRANSDUCTIVE
 from oneround.runs.record import RunRecord
 from oneround.studies.named_study import Cell, ClientFigures, NamedStudy
 from oneround.studies.reproduce import Progress

@@ -22,7 +22,8 @@ from oneround.config.load import change
 from oneround.config.recipe import Recipe
 from oneround.data import Dataset
 from oneround.errors import Interrupted, OneroundError, OutOfTime, RecipeError
-from oneround.evaluate import TRANSDUCTIVE, score_uploads
+from oneround.evaluate import score_uploads
+from oneround.models.inference import TRANSDUCTIVE
 from oneround.runs.archive import find_runs, keep
 from oneround.runs.folder import RunFolder
 from oneround.runs.log import Measurements

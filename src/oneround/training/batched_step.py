@@ -34,6 +34,8 @@ def not_batchable(recipe: Federated, channels: int) -> str | None:
         return "this recipe trains no network"
     if recipe.companion is not None:
         return "a companion learns beside one client"
+    if recipe.training.optimizer == "adam":
+        return "training.optimizer = adam counts the steps of each client"
     if recipe.share is not None:
         return "share: how many blocks are held is each client's own"
     if type(meta_network(recipe.encoder, channels, 2, recipe.model.head).encoder) not in CHANNEL_BY_CHANNEL:

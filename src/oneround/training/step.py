@@ -33,7 +33,7 @@ from oneround.training import objective, trace
 from oneround.training.alignment.aligner import Aligner
 from oneround.training.copies import overwrite
 from oneround.training.feature_queue import FeatureQueue
-from oneround.training.sgd import SGD
+from oneround.training.optimizers import SGD, Adam
 from oneround.training.shared_base import SharedBase
 
 log = logging.getLogger("oneround")
@@ -149,6 +149,8 @@ class Stepper(ClientState):
         self.queue = FeatureQueue(recipe.queue, self.net.encoder.features, device, self.lead) if recipe.queue else None
         self.prior = torch.zeros(*self.lead, broadcast.classes, device=device)
         self.aligner: Aligner | None = None
+        self.fixed = recipe.alignment is not None and recipe.alignment.initial == "fixed"
+        """Whether prototypes stay as they are."""
         variables: list[nn.Parameter] = []
         self.pace, clips_variables = 1.0, False
         if recipe.alignment is not None:
@@ -156,9 +158,9 @@ class Stepper(ClientState):
             self.aligner = Aligner(recipe, recipe.alignment, self.extras["anchors"], start, self.lead)
             variables = list(self.aligner.variables.values())
             self.pace, clips_variables = self.aligner.weight.pace()
-        # SGD on the network, and on λ's variables with a learning rate of their own.
+        # The network, and λ's variables with a learning rate of their own.
         self.rate, self.own_rate = (torch.tensor(training.learning_rate, device=device) for _ in range(2))
-        self.optimizer = SGD(training.momentum)
+        self.optimizer = (Adam if training.optimizer == "adam" else SGD)(training.momentum)
         self.optimizer.add(list(self.net.parameters()), self.rate, training.weight_decay)
         self.optimizer.add(variables, self.own_rate)
         self.clipped = [*self.net.parameters(), *(variables if clips_variables else [])]
@@ -236,10 +238,14 @@ class Stepper(ClientState):
 
     @property
     def momentum(self) -> dict[str, Tensor]:
-        """The optimiser's momentum buffers by parameter; live, not a copy."""
+        """The optimiser's buffers by parameter; live, not a copy."""
         named = dict(self.net.named_parameters()) | (self.aligner.variables if self.aligner else {})
-        buffers = self.optimizer.buffers
-        return {name: buffers[parameter] for name, parameter in named.items() if parameter in buffers}
+        return {
+            name + suffix: buffers[parameter]
+            for suffix, buffers in self.optimizer.state.items()
+            for name, parameter in named.items()
+            if parameter in buffers
+        }
 
     # --- steps -----------------------------------------------------------------------------------------------------------
 
@@ -331,7 +337,7 @@ class Stepper(ClientState):
         batch = objective.Batch(
             F.normalize(features, dim=-1),
             labels.view(*self.lead, -1),
-            self.net.prototypes,
+            self.net.prototypes.detach() if self.fixed else self.net.prototypes,
             prior=self.prior,
             bank=self.bank,
             queue=self.queue.features if self.queue else None,

@@ -114,6 +114,28 @@ def test_prototypes_begin_on_their_anchors(digits: Dataset) -> None:
         load("etf-started", {"alignment.path": "progressive"})
 
 
+def test_prototypes_that_are_fixed_stay_on_their_anchors_and_the_encoder_learns(digits: Dataset) -> None:
+    broadcast = broadcast_of(digits, "fedsra", 2)
+    upload = acts.train(broadcast, Site("site", few(digits)))
+    assert torch.equal(upload.weights["prototypes"], broadcast.extras["anchors"])
+    stem = "encoder.convolutions.0.weight"
+    assert not torch.equal(upload.weights[stem], broadcast.weights[stem])
+    free = acts.train(broadcast_of(digits, "fedsra", 2, alignment__initial="anchors"), Site("site", few(digits)))
+    assert not torch.equal(free.weights["prototypes"], broadcast.extras["anchors"])
+    with pytest.raises(
+        RecipeError, match="initial = fixed: prototypes stay on their anchors, there is nothing to pull"
+    ):
+        load("etf", {"alignment.initial": "fixed"})
+
+
+def test_a_client_with_one_class_minimises_the_alignment_alone(digits: Dataset) -> None:
+    for classes, alone in ((1, True), (2, False)):
+        (entry,) = trained(digits, "fedsra", 1, classes=classes).history
+        assert entry["loss"] == pytest.approx(0.5 * entry["align"] + (0 if alone else entry["base"]), rel=1e-4)
+    (entry,) = trained(digits, "fedsra", 1, classes=1, alignment__one_class="all").history
+    assert entry["loss"] == pytest.approx(0.5 * entry["align"] + entry["base"], rel=1e-4)
+
+
 def test_alignment_of_features_brings_features_to_the_anchors(digits: Dataset) -> None:
     own = few(digits)
     ends = {}

@@ -59,7 +59,7 @@ class Aligner:
         }
         self.memory: State = {name: anchors.new_zeros(lead) for name in self.weight.memory()}
         self.s, self.progress = (anchors.new_zeros(()) for _ in range(2))
-        self.entropy, self.ceiling, self.raw = (anchors.new_zeros(lead) for _ in range(3))
+        self.entropy, self.ceiling, self.raw, self.base_share = (anchors.new_zeros(lead) for _ in range(4))
 
     def distance(self, batch: Batch) -> Tensor:
         """L_align of a batch."""
@@ -84,6 +84,8 @@ class Aligner:
         """The loss to minimise: the network's, with λ as a constant, plus that of λ's variables."""
         step = StepInputs(base.detach(), floor, align.detach(), self.s, self.entropy, {**self.variables, **self.memory})
         raw = self.weight.raw(step)
+        if self.options.one_class == "alignment":
+            base = self.base_share * base
         total = self.weight.scale(step) * (base + self._effective(raw) * align)
         own_loss = self.weight.loss(step)
         if own_loss is not None:
@@ -127,6 +129,7 @@ class Aligner:
         """Initialise the state for a client with these class counts."""
         entropy = label_entropy(counts)
         self.entropy.fill_(entropy)
+        self.base_share.fill_(float(int((counts > 0).sum()) > 1))
         initial = self.weight.variables(entropy) | self.weight.memory() | {CEILING: self.initial_ceiling}
         for name, tensor in self.live.items():
             tensor.fill_(initial[name])
@@ -146,6 +149,7 @@ class Aligner:
         }
         changed.memory = {name: change(value) for name, value in self.memory.items()}
         changed.entropy, changed.ceiling, changed.raw = map(change, (self.entropy, self.ceiling, self.raw))
+        changed.base_share = change(self.base_share)
         changed.s, changed.progress = (value.to(changed.raw.device, copy=True) for value in (self.s, self.progress))
         return changed
 
