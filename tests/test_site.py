@@ -29,31 +29,27 @@ def test_a_small_network_has_one_thread_and_a_recipe_decides_otherwise() -> None
 
 
 def test_an_act_has_its_settings_and_leaves_those_of_before() -> None:
-    before = torch.get_num_threads(), torch.backends.cudnn.benchmark
-    local = Local(device="cpu", threads=before[0] + 1, deterministic=True)
-    with pytest.raises(KeyError), Site("a", local=local).arithmetic(10, search=True):
-        assert torch.get_num_threads() == before[0] + 1
-        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+    before = torch.get_num_threads()
+    local = Local(device="cpu", threads=before + 1, deterministic=True)
+    with pytest.raises(KeyError), Site("a", local=local).arithmetic(10):
+        assert torch.get_num_threads() == before + 1 and torch.are_deterministic_algorithms_enabled()
         raise KeyError("whatever happens within")
-    assert (torch.get_num_threads(), torch.backends.cudnn.benchmark) == before
-    assert not torch.are_deterministic_algorithms_enabled()
-    with Site("a", local=Local(device="cpu")).arithmetic(10, search=True):
-        assert torch.backends.cudnn.benchmark and not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_num_threads() == before and not torch.are_deterministic_algorithms_enabled()
+    with Site("a", local=Local(device="cpu")).arithmetic(10):
+        assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_of_two_acts_at_a_time_the_last_to_begin_decides_and_the_last_to_end_restores() -> None:
     """As of two threads: the first to begin ends first."""
     before = torch.get_num_threads()
-    first, second = (
-        Site("a", local=Local(device="cpu", threads=before + more)).arithmetic(10, search=more == 2) for more in (1, 2)
-    )
+    first, second = (Site("a", local=Local(device="cpu", threads=before + more)).arithmetic(10) for more in (1, 2))
     first.__enter__()
     second.__enter__()
-    assert torch.get_num_threads() == before + 2 and torch.backends.cudnn.benchmark
+    assert torch.get_num_threads() == before + 2
     first.__exit__(None, None, None)
-    assert torch.get_num_threads() == before + 2 and torch.backends.cudnn.benchmark, "the second goes on"
+    assert torch.get_num_threads() == before + 2, "the second goes on"
     second.__exit__(None, None, None)
-    assert torch.get_num_threads() == before and not torch.backends.cudnn.benchmark
+    assert torch.get_num_threads() == before
 
 
 def test_state_between_rounds_has_a_folder_for_each_set_of_options(tmp_path: Path) -> None:

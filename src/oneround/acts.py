@@ -142,7 +142,7 @@ def _constants(recipe: Recipe, part: FeaturesPart, shape: Shape, server: Site) -
         load_weights(recipe.local.frozen_encoder, net, "frozen_encoder")
         return all_on_cpu(net.encoder.state_dict())
     if not part.needs.public:
-        return part.make(shape, seed, None)
+        return sums.constants_from_seed(part, shape, seed)
     public, (mean, std) = public_images(server, "sums.features"), preprocessing(recipe)
     return part.make(shape, seed, (public.pixels.float() / 255 - mean) / std)
 
@@ -203,7 +203,7 @@ def train_and_measure(
         upload = _sum_only(broadcast, site, emit)
         return lambda: upload
     recipe = broadcast.recipe
-    with site.arithmetic(broadcast.parameters, search=True):
+    with site.arithmetic(broadcast.parameters):
         companion = CompanionNetwork(recipe.companion, broadcast, site) if recipe.companion else None
         learner = Learner(broadcast, site, emit, trainer, companion=companion)
         learner.train(broadcast.last_epoch if until is None else until)
@@ -220,7 +220,7 @@ def train_group(
 ) -> Iterator[Upload]:
     """`train` for several clients at once, each in its slot of one batched network; uploads come as each is measured."""
     first = next(iter(sites.values()))
-    with first.arithmetic(broadcast.parameters, search=True):
+    with first.arithmetic(broadcast.parameters):
         group = Group(broadcast, sites, slots, emit, trainer)
         group.train(until)
         refusal: RunError | None = None
@@ -241,7 +241,7 @@ def _upload(learner: Learner) -> Callable[[], Upload]:
     if stopped and learner.epoch == broadcast.first_epoch:
         raise RunError(stopped)  # no epoch counts: the client sends this refusal
     encoding = recipe.upload.encoding
-    with unrecorded, site.arithmetic(broadcast.parameters):  # one pass does not pay for a search of convolutions
+    with unrecorded:
         statistics, summed = as_received(_measure(learner, broadcast), encoding), feature_sums(broadcast, site)
     weights = fetched_later(learner.net.state_dict())
     epoch, counts, history = learner.epoch, disclosed_counts(learner.counts, recipe.reveal), list(learner.history)

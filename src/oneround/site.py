@@ -74,13 +74,10 @@ class Site:
         return self.folder / "server" / hashlib.sha256(options.model_dump_json().encode()).hexdigest()[:8]
 
     @contextmanager
-    def arithmetic(self, parameters: int, *, search: bool = False) -> Iterator[None]:
-        """Set threads and determinism for one act on a network of that size, and restore them afterwards.
-
-        `search`: let cuDNN benchmark its convolutions first, which takes seconds and pays only where a network is trained.
-        """
-        threads, exact = threads_per_client(self.local, parameters), self.local.deterministic
-        with _arithmetic.set_to(Arithmetic(threads, exact, search and not exact)):
+    def arithmetic(self, parameters: int) -> Iterator[None]:
+        """Set threads and determinism for one act on a network of that size, and restore them afterwards."""
+        settings = Arithmetic(threads_per_client(self.local, parameters), self.local.deterministic)
+        with _arithmetic.set_to(settings):
             yield
 
 
@@ -89,13 +86,10 @@ class Arithmetic(NamedTuple):
 
     threads: int
     deterministic: bool
-    benchmark: bool
 
     @classmethod
     def current(cls) -> Arithmetic:
-        return cls(
-            torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-        )
+        return cls(torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
 
     def apply(self) -> None:
         torch.set_num_threads(self.threads)
@@ -103,7 +97,6 @@ class Arithmetic(NamedTuple):
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if self.deterministic != torch.are_deterministic_algorithms_enabled():  # loads PyTorch's compiler
             torch.use_deterministic_algorithms(self.deterministic)
-        torch.backends.cudnn.benchmark = self.benchmark
 
 
 class _Acts:

@@ -97,3 +97,36 @@ def test_a_message_is_written_without_a_copy_of_its_tensors(tmp_path: Path) -> N
         tmp_path / "file", "state", {"a": tensor}, {"client": "a", "recipe_digest": "0", "epoch": 1, "history": []}
     )
     assert torch.equal(blob.read(tmp_path / "file", "state")[1]["a"], tensor)
+
+
+def test_a_file_that_was_written_here_is_not_checked_again_and_one_that_came_later_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, tensors = tmp_path / "file", {"weights.a": torch.arange(3.0), "sums.b": torch.ones(2)}
+    checked: list[str] = []
+    unpack = blob._unpack
+    monkeypatch.setattr(blob, "_unpack", lambda raw, where, *rest: checked.append(where) or unpack(raw, where, *rest))
+    blob.write(path, "shard", tensors, {}, read_soon=True)
+    again = blob.read(path, "shard")[1]
+    assert not checked and all(torch.equal(again[name], tensors[name]) for name in tensors)
+    later = tmp_path / "later"
+    blob.write(later, "shard", {**tensors, "weights.a": torch.zeros(3)}, {})
+    sums, weights = (blob.part_checksum(path, "shard", part) for part in ("sums", "weights"))
+    later.replace(path)
+    assert torch.equal(again["weights.a"], tensors["weights.a"]), "what was read stays as it was"
+    assert torch.equal(blob.read(path, "shard")[1]["weights.a"], torch.zeros(3))
+    assert checked == [str(path)]
+    assert blob.part_checksum(path, "shard", "sums") == sums
+    assert blob.part_checksum(path, "shard", "weights") != weights
+    assert len(checked) == 1, "known by now"
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_values_that_are_not_finite_are_refused_by_whom_they_were_written(tmp_path: Path, kind: torch.dtype) -> None:
+    largest = torch.full((10,), torch.finfo(kind).max, dtype=kind)
+    blob.write(tmp_path / "large", "shard", {"a": largest}, {}, read_soon=True)
+    assert torch.equal(blob.read(tmp_path / "large", "shard")[1]["a"], largest)
+    for value in (float("inf"), float("-inf"), float("nan")):
+        blob.write(tmp_path / "file", "shard", {"a": torch.tensor([1.0, value], dtype=kind)}, {}, read_soon=True)
+        with pytest.raises(ProtocolError, match="a holds values that are not finite"):
+            blob.read(tmp_path / "file", "shard")

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +27,9 @@ from oneround.config.recipe import Recipe
 from oneround.data import Dataset, dataset_from_arrays
 from oneround.errors import OutOfTime, ProtocolError, RecipeError, RunError
 from oneround.federate.server_app import serve
+from oneround.fusion import ridge
 from oneround.global_model import GlobalModel
-from oneround.protocol import Broadcast, Upload
+from oneround.protocol import Broadcast, Upload, messages
 from oneround.protocol.encoding import bytes_of, layout_of
 from oneround.runs.folder import RunFolder
 from oneround.runs.log import MetricsLog
@@ -438,3 +440,21 @@ def test_a_recipe_refused_while_the_broadcast_is_prepared_leaves_nothing_behind(
     assert not left & {"recipe.yaml", "partition.json", "environment.json", "broadcast.safetensors"}, left
     corrected = change(recipe, {"local.initial_weights": None})
     assert run(corrected, tmp_path / "run", data=digits).rules, "corrected, it runs in the same folder"
+
+
+def test_what_does_not_change_between_snapshots_is_computed_once(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every snapshot's uploads carry the same sums: they are checked once a client, and solved once for all rules."""
+    calls: Counter[str] = Counter()
+
+    def counted(module: Any, name: str) -> None:
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: (calls.update([name]), function(*args))[1])
+
+    counted(ridge, "solve")
+    counted(messages, "check_sums")
+    recipe = small_recipe("routed", training__epochs=3, snapshots=1, local__workers=1, partition__clients=3)
+    result = run(recipe, tmp_path / "run", data=digits)
+    assert len(result.curves["ridge"]) == 3
+    assert calls == {"solve": 1, "check_sums": 3}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from clients import broadcast_of, prepared, some
 from oneround import acts
 from oneround.config.recipe import Local
-from oneround.data import Dataset
+from oneround.data import Dataset, Images
 from oneround.errors import RunError
 from oneround.site import Site
 from oneround.training.loop import Learner, Trainer
-from oneround.training.step import MOST_RECORDED, WARM_UP, StageSteps, Stepper
+from oneround.training.step import AHEAD, MOST_RECORDED, WARM_UP, StageSteps, Stepper
 
 
 def test_gradients_are_clipped(digits: Dataset) -> None:
@@ -186,3 +187,67 @@ def test_a_step_is_recorded_after_its_warm_up_and_not_for_every_size() -> None:
     off = StageSteps({}, False, [], torch.zeros(0), records=False)
     off.eager[64] = 99
     assert not off.is_due(64)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_convolutions_are_compared_in_training_alone_and_not_where_repeats_are_bit_equal(
+    digits: Dataset, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    """The setting is of the whole process: what is measured beside another client's training must not change it."""
+    seen: dict[str, set[bool]] = {"training": set(), "measuring": set()}
+
+    def noting(act: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            seen[act].add(torch.backends.cudnn.benchmark)
+            return function(*args)
+
+        return noted
+
+    monkeypatch.setattr(Stepper, "_step", noting("training", Stepper._step))
+    monkeypatch.setattr(acts, "_measure", noting("measuring", acts._measure))
+    acts.train(prepared(digits), Site("site", some(digits, 100).data, local=Local(deterministic=deterministic)))
+    assert seen == {"training": {not deterministic}, "measuring": {False}}
+    assert not torch.backends.cudnn.benchmark
+
+
+def test_statistics_are_measured_with_the_memory_there_is(digits: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    broadcast = prepared(digits, fusion=["typicality-gated"])
+    plenty = acts.train(broadcast, some(digits, 100)).statistics
+    batches = Images.batches
+
+    def short_of_memory(images: Images, device: torch.device, mean: float, std: float, sizes: Any) -> Any:
+        if sizes > 12:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return batches(images, device, mean, std, sizes)
+
+    monkeypatch.setattr(Images, "batches", short_of_memory)
+    little = acts.train(broadcast, some(digits, 100)).statistics
+    assert plenty and plenty.keys() == little.keys()
+    for name, value in plenty.items():
+        assert torch.allclose(value, little[name], atol=1e-5), name
+
+
+def test_recorded_steps_wait_for_the_device_before_its_queue_is_full(
+    digits: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting: list[int] = []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            assert blocking, "a thread that waits leaves the processor to others"
+
+        def record(self) -> None:
+            waiting.append(0)
+
+        def synchronize(self) -> None:
+            waiting.pop(0)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Stepper, "_inputs", Stepper._blank_batch)
+    learner = Learner(prepared(digits), some(digits, 100))
+    replayed: list[int] = []
+    graph = SimpleNamespace(replay=lambda: replayed.append(len(waiting)))
+    learner.stepper.stage.recorded[8] = graph, None  # type: ignore[assignment]
+    for _ in range(3 * AHEAD):
+        learner.stepper(*learner.stepper._blank_batch(8), 0.1)
+    assert len(replayed) == 3 * AHEAD and max(replayed) == AHEAD

@@ -1,6 +1,14 @@
 """Additive statistics: sums of fixed features over the clients' images, and ridge regression on their total."""
 
-from oneround.sums.features import EXPONENT, constants_of, exponent_of, feature_extras, features_of, rescale
+from oneround.sums.features import (
+    EXPONENT,
+    constants_from_seed,
+    constants_of,
+    exponent_of,
+    feature_extras,
+    features_of,
+    rescale,
+)
 from oneround.sums.gather import gather, steps_of
 from oneround.sums.moments import Moments, check_memory, packed, sums_layout, unpacked
 from oneround.sums.solve import Solution, solve
@@ -10,6 +18,7 @@ __all__ = [
     "Moments",
     "Solution",
     "check_memory",
+    "constants_from_seed",
     "constants_of",
     "exponent_of",
     "feature_extras",

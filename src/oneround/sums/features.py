@@ -33,7 +33,7 @@ def constants_of(recipe: Federated, shape: Shape, extras: Mapping[str, Tensor]) 
     part = features.of(recipe.summed.features)
     if not part.from_seed:
         return {name.removeprefix("features."): value for name, value in extras.items() if name.startswith("features.")}
-    made = _from_seed(part, shape, recipe.seeds.initialisation)
+    made = constants_from_seed(part, shape, recipe.seeds.initialisation)
     if CHECK in extras and not torch.equal(_checksum(made), extras[CHECK]):
         raise ProtocolError(
             f"sums.features = {part.kind}: seed {recipe.seeds.initialisation} gives other features here than at the server; "
@@ -65,7 +65,7 @@ def rescale(moments: Moments, extras: Mapping[str, Tensor], *, back: bool = Fals
 
 
 @lru_cache(maxsize=4)
-def _from_seed(part: FeaturesPart, shape: Shape, seed: int) -> Constants:
+def constants_from_seed(part: FeaturesPart, shape: Shape, seed: int) -> Constants:
     """The constants, made once per process."""
     with torch.inference_mode(False):
         return part.make(shape, seed, None)

@@ -34,7 +34,7 @@ from oneround.training.batches import batches
 from oneround.training.copies import copies, overwrite
 from oneround.training.idle import IdleStates, State, write_state
 from oneround.training.shared_base import SHARED, depth_of
-from oneround.training.step import ClientState, Stepper, unrecorded
+from oneround.training.step import ClientState, Stepper, searching, unrecorded
 
 log = logging.getLogger("oneround")
 Emit = Callable[[dict[str, Any]], None]
@@ -202,7 +202,7 @@ class Learner:
                 self.stepper(*batch)
                 if self.companion:
                     last = step + 1 == len(plan) and self.epoch + 1 == self.broadcast.last_epoch
-                    with unrecorded:
+                    with searching(self.site.local):
                         self.companion.after_step(self.net, *batch, last)
                 if time.monotonic() - reported > 0.2:
                     reported = time.monotonic()

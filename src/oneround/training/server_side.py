@@ -64,7 +64,7 @@ def train_on_server(
 ) -> PrototypeNet:
     """A network trained at the server from the weights `start`. `batch_key`: the recipe's key of its batch size."""
     initial = replace(broadcast, recipe=recipe, weights=dict(start), extras={}, round=1, digest="")
-    with server.arithmetic(sum(tensor.numel() for tensor in start.values()), search=True):
+    with server.arithmetic(sum(tensor.numel() for tensor in start.values())):
         learner = Learner(initial, Site(name, images, local=server.local), teacher=teacher, batch_key=batch_key)
         learner.train(recipe.training.epochs)
     if learner.stopped:

@@ -12,8 +12,8 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
+from oneround.config.recipe import Local
 from oneround.config.sections import Stage
 from oneround.data.augment import COLUMNS, views
 from oneround.models.precision import with_cast_weights
@@ -51,6 +52,21 @@ Losses = tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]]
 unrecorded = threading.RLock()
 """Held by a thread that works on the device otherwise than by replaying a step: the library of convolutions makes the whole device wait
 when it compares algorithms, and nothing may do that while another thread records."""
+
+
+@contextmanager
+def searching(local: Local) -> Iterator[None]:
+    """`unrecorded`, for steps that train: the library of convolutions compares algorithms, which takes seconds and pays only there.
+
+    The setting is of the whole process, so nobody else may work on the device meanwhile.
+    """
+    with unrecorded:
+        before = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = not local.deterministic
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = before
 
 
 class _Streams(threading.local):
@@ -132,7 +148,7 @@ class Stepper(ClientState):
         """Allocate buffers of this broadcast's sizes; `bind` fills them. `teacher`: normalised images → scores."""
         recipe, training, device = broadcast.recipe, broadcast.recipe.training, site.device
         self.recipe, self.training, self.device, self.bf16 = recipe, training, device, site.bf16
-        self.shape, self.teacher = broadcast.shape, teacher
+        self.shape, self.teacher, self.local = broadcast.shape, teacher, site.local
         net = self._build(broadcast)
         self.net: PrototypeNet = net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.shared_base = SharedBase(self.net, recipe.share) if recipe.share else None
@@ -264,7 +280,7 @@ class Stepper(ClientState):
         if self.stage.is_due(images):
             self._record(images)
         if images not in self.stage.recorded:
-            with unrecorded:
+            with searching(self.local):
                 self._step(pixels, labels, numbers)
             self.stage.eager[images] += 1
             return
@@ -284,7 +300,7 @@ class Stepper(ClientState):
 
     def rehearse(self) -> None:
         """A step on nothing: libraries load, convolutions are chosen. What it leaves behind is of no use."""
-        with self.stream_context():
+        with self.stream_context(), searching(self.local):
             self._step(*self._blank_batch(self.full))
 
     def largest_batch(self) -> int:
@@ -297,7 +313,8 @@ class Stepper(ClientState):
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             try:
-                self._step(*self._blank_batch(self.training.views * (size + size // 8)))
+                with searching(self.local):
+                    self._step(*self._blank_batch(self.training.views * (size + size // 8)))
                 return size
             except torch.OutOfMemoryError:
                 size //= 2
@@ -385,7 +402,10 @@ class Stepper(ClientState):
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads use the device meanwhile: one trains another client, one writes the states of idle ones.
-            with unrecorded, torch.cuda.graph(graph, self._pool, self.stream, capture_error_mode="thread_local"):
+            with (
+                searching(self.local),
+                torch.cuda.graph(graph, self._pool, self.stream, capture_error_mode="thread_local"),
+            ):
                 self._step(*self._inputs(images))
         except RuntimeError as error:
             log.warning("a step cannot be recorded as a CUDA graph and runs eagerly: %s", str(error).splitlines()[0])
