@@ -34,9 +34,10 @@ from oneround.models.features import Constants, FeaturesPart, FrozenEncoder, Sha
 from oneround.models.inference import check_transductive
 from oneround.models.pretrained import load_weights
 from oneround.models.prototype import Layout, all_on_cpu, meta_network
+from oneround.models.unet import generator_from, initial_generator, meta_generator
 from oneround.privacy.disclosure import disclosed_counts, disclosed_history, disclosed_stop
 from oneround.protocol.encoding import as_received, bytes_of, encoded_layout, layout_of
-from oneround.protocol.messages import Broadcast, Shapes, Upload, UploadFolder
+from oneround.protocol.messages import Broadcast, Shapes, Upload, UploadFolder, prefixed, split_by_prefix
 from oneround.seeds import generator
 from oneround.site import Site
 from oneround.training import Emit, Learner, Trainer, silent
@@ -45,6 +46,7 @@ from oneround.training.bank import make_bank
 from oneround.training.batched_loop import Group
 from oneround.training.copies import fetched_later
 from oneround.training.feature_sums import feature_sums
+from oneround.training.generator import GeneratorLearner
 from oneround.training.reference import make_reference
 from oneround.training.server_side import public_images
 from oneround.training.shared_base import SHARED
@@ -54,7 +56,7 @@ from oneround.training.step import unrecorded
 def resolve(recipe: Recipe, data: Dataset) -> Recipe:
     """The recipe with every option that depends on the data filled in: encoder, mirroring, fixed features.
 
-    A recipe that only sums features gets one epoch.
+    A recipe whose clients train no network that classifies gets one epoch of it, of nothing.
     """
     changes: dict[str, object] = {}
     if recipe.sums is not None:
@@ -65,10 +67,12 @@ def resolve(recipe: Recipe, data: Dataset) -> Recipe:
             changes["sums.mirror"] = "features" if data.mirror else "none"
     if not recipe.trains:
         changes["training.epochs"] = 1
-    elif recipe.model.encoder is None:
+    if recipe.model.encoder is None and not recipe.sums_only:
         changes["model.encoder"] = "cnn" if max(data.shape[1:]) <= 16 else "resnet18"
     if recipe.training.augment.flip is None:
         changes["training.augment.flip"] = 0.5 if data.mirror else 0.0
+    if recipe.generator is not None and recipe.generator.flip is None:
+        changes["generator.flip"] = 0.5 if data.mirror else 0.0
     resolved = change(recipe, changes) if changes else recipe
     if resolved.evaluation.transductive:
         check_transductive(resolved, data.shape[0], data.classes, len(data.test))
@@ -81,9 +85,12 @@ def prepare(
     """Server: the message every site starts from. `server` holds the public images, for recipes that need some."""
     server = server or Site("server")
     extras = _feature_extras(recipe, shape, server) if recipe.sums is not None else {}
-    if not recipe.trains:
-        return Broadcast(recipe.federated, class_names, shape, {}, extras)
     seed = recipe.seeds.initialisation
+    images: dict[str, Tensor] = {}
+    if recipe.generator is not None:
+        images = initial_generator(recipe.generator.network, shape, len(class_names), seed).state_dict()
+    if not recipe.trains:
+        return Broadcast(recipe.federated, class_names, shape, {}, extras, generator=images)
     net = initialise(recipe.encoder, shape[0], len(class_names), seed, recipe.model.head)
     if recipe.local.initial_weights:
         load_weights(recipe.local.initial_weights, net, "initial_weights")
@@ -93,7 +100,7 @@ def prepare(
         extras["anchors"] = anchors.of(recipe.alignment.anchors).make(len(class_names), net.encoder.features, seed)
         if recipe.alignment.initial != "random":
             net.prototypes.data.copy_(extras["anchors"])
-    broadcast = Broadcast(recipe.federated, class_names, shape, net.weights())
+    broadcast = Broadcast(recipe.federated, class_names, shape, net.weights(), generator=images)
     for rule in rules_of(recipe):
         rule.check(broadcast, recipe.local)
     if recipe.companion is not None:
@@ -152,7 +159,7 @@ class Traffic:
     """Bytes that cross the network for one client, known before training."""
 
     parameters: int
-    """Numbers in the network; in the sums where no network is trained."""
+    """Numbers in the networks; in the sums where none is trained."""
     down: int
     """Bytes from the server to the client."""
     up: int
@@ -165,8 +172,15 @@ def traffic(recipe: Federated, classes: int, shape: Shape, public: int) -> Traff
     if recipe.sums is not None:
         part = features.of(recipe.sums.features)
         summed, constants = sums.sums_layout(recipe, part.size_for(shape), classes), part.bytes_down(shape)
-    if not recipe.trains:
+    if recipe.sums_only:
         return Traffic(sum(math.prod(size) for size, _ in summed.values()), constants, bytes_of(summed))
+    images: Layout = {}
+    if recipe.generator is not None:
+        images = layout_of(meta_generator(recipe.generator.network, shape, classes).state_dict())
+    numbers = sum(math.prod(size) for size, _ in images.values())
+    if not recipe.trains:
+        up = bytes_of(encoded_layout(images, recipe.upload.encoding)) + bytes_of(summed)
+        return Traffic(numbers, bytes_of(images) + constants, up)
     net = meta_network(recipe.encoder, shape[0], classes, recipe.model.head)
     weights, width, float32 = layout_of(net.state_dict()), net.encoder.features, torch.float32
     extras: Layout = {}
@@ -182,7 +196,9 @@ def traffic(recipe: Federated, classes: int, shape: Shape, public: int) -> Traff
     statistics = requested_statistics(rules_of(recipe), classes, width)
     sent = weights | {name: (size, float32) for name, size in statistics.items()}
     up = bytes_of(encoded_layout(sent, recipe.upload.encoding)) + bytes_of(summed)
-    return Traffic(net.size, bytes_of(weights) + bytes_of(extras) + constants, up)
+    up += bytes_of(encoded_layout(images, recipe.upload.encoding))
+    down = bytes_of(weights) + bytes_of(images) + bytes_of(extras) + constants
+    return Traffic(net.size + numbers, down, up)
 
 
 def train(
@@ -198,16 +214,25 @@ def train(
 def train_and_measure(
     broadcast: Broadcast, site: Site, until: int | None = None, emit: Emit = silent, trainer: Trainer | None = None
 ) -> Callable[[], Upload]:
-    """`train`; what is left to do takes the network off the device, beside the next client's training."""
-    if not broadcast.recipe.trains:
+    """`train`; what is left to do takes the networks off the device, beside the next client's training."""
+    recipe = broadcast.recipe
+    if recipe.sums_only:
         upload = _sum_only(broadcast, site, emit)
         return lambda: upload
-    recipe = broadcast.recipe
+    classifier = generator = None
     with site.arithmetic(broadcast.parameters):
-        companion = CompanionNetwork(recipe.companion, broadcast, site) if recipe.companion else None
-        learner = Learner(broadcast, site, emit, trainer, companion=companion)
-        learner.train(broadcast.last_epoch if until is None else until)
-        return _upload(learner)
+        if recipe.trains:
+            companion = CompanionNetwork(recipe.companion, broadcast, site) if recipe.companion else None
+            classifier = Learner(broadcast, site, emit, trainer, companion=companion)
+        if recipe.generator is not None:
+            key = "generator.batch_size"
+            generator = GeneratorLearner(broadcast, site, emit, trainer, batch_key=key)
+        for learner in (classifier, generator):
+            if learner is not None:
+                learner.train(broadcast.last_epoch if until is None else until)
+                if learner.stopped:
+                    break
+        return _upload(classifier, generator)
 
 
 def train_group(
@@ -233,30 +258,42 @@ def train_group(
             raise refusal
 
 
-def _upload(learner: Learner) -> Callable[[], Upload]:
+def _upload(classifier: Learner | None, generator: GeneratorLearner | None = None) -> Callable[[], Upload]:
     """Measure what the rules ask for; what is left to do makes the message of a trained client."""
-    broadcast, site = learner.broadcast, learner.site
-    recipe = broadcast.recipe
-    stopped = disclosed_stop(learner.stopped, learner.stopped_summary, recipe.reveal)
-    if stopped and learner.epoch == broadcast.first_epoch:
+    learners: list[Learner] = [each for each in (classifier, generator) if each is not None]
+    current = next((each for each in learners if each.epoch < each.last), learners[-1])
+    broadcast, site, epoch, counts = current.broadcast, current.site, current.epoch, current.counts
+    recipe, encoding = broadcast.recipe, broadcast.recipe.upload.encoding
+    stopped = disclosed_stop(current.stopped, current.stopped_summary, recipe.reveal)
+    if stopped and epoch == broadcast.first_epoch:
         raise RunError(stopped)  # no epoch counts: the client sends this refusal
-    encoding = recipe.upload.encoding
     with unrecorded:
-        statistics, summed = as_received(_measure(learner, broadcast), encoding), feature_sums(broadcast, site)
-    weights = fetched_later(learner.net.state_dict())
-    epoch, counts, history = learner.epoch, disclosed_counts(learner.counts, recipe.reveal), list(learner.history)
-    return lambda: Upload(
-        client=site.name,
-        recipe_digest=broadcast.digest,
-        epoch=epoch,
-        class_counts=counts,
-        weights=as_received(weights(), encoding),
-        statistics=statistics,
-        sums=summed,
-        history=disclosed_history(history, recipe.reveal),
-        stopped=stopped,
-        encoding=encoding,
-    )
+        statistics = as_received(_measure(classifier, broadcast), encoding) if classifier else {}
+        summed = feature_sums(broadcast, site)
+    live = {
+        "weights": classifier.net.state_dict() if classifier else {},
+        "generator": generator.average if generator else {},
+    }
+    fetched = fetched_later(prefixed(**live))
+    history = [entry for each in learners for entry in each.history]
+
+    def message() -> Upload:
+        networks = split_by_prefix(as_received(fetched(), encoding), *live)
+        return Upload(
+            client=site.name,
+            recipe_digest=broadcast.digest,
+            epoch=epoch,
+            class_counts=disclosed_counts(counts, recipe.reveal),
+            weights=networks["weights"],
+            generator=networks["generator"],
+            statistics=statistics,
+            sums=summed,
+            history=disclosed_history(history, recipe.reveal),
+            stopped=stopped,
+            encoding=encoding,
+        )
+
+    return message
 
 
 def _sum_only(broadcast: Broadcast, site: Site, emit: Emit) -> Upload:
@@ -304,7 +341,13 @@ def fuse(
 
 @torch.inference_mode()
 def check_usable(upload: Upload, broadcast: Broadcast, where: str) -> None:
-    """Server, when an upload arrives: refuse impossible statistics, and a network whose outputs on noise are not finite."""
+    """Server, when an upload arrives: refuse impossible statistics, and networks whose outputs on noise are not finite."""
+    seed, cpu = broadcast.recipe.seeds.initialisation, torch.device("cpu")
+    noise = torch.randn(2, *broadcast.shape, generator=generator(seed, "noise image"))
+    if broadcast.recipe.generator is not None:
+        net = generator_from(broadcast.recipe.generator.network, broadcast.shape, broadcast.classes, upload.generator)
+        if not bool(torch.isfinite(net(noise, torch.tensor([0.0, 1.0]), torch.tensor([0, net.no_class]))).all()):
+            raise refused(where, "its generator's outputs are not finite")
     if not broadcast.weights:
         return
     for rule in rules_of(broadcast.recipe):
@@ -312,9 +355,7 @@ def check_usable(upload: Upload, broadcast: Broadcast, where: str) -> None:
             rule.check_statistics(upload.statistics)
         except ValueError as error:
             raise refused(where, str(error)) from None
-    cpu = torch.device("cpu")
     expert = expert_of(upload, broadcast, cpu)
-    noise = torch.randn(2, *broadcast.shape, generator=generator(broadcast.recipe.seeds.initialisation, "noise image"))
     if not bool(torch.isfinite(expert.output(noise).logits).all() and torch.isfinite(expert.noise_feature).all()):
         raise refused(where, "its network's outputs are not finite")
 
@@ -349,6 +390,8 @@ def missing_inputs(rule: Rule, broadcast: Broadcast) -> list[str]:
     """Inputs of this rule that uploads to this broadcast do not carry; empty if it can be applied to them."""
     if rule.needs.network and not broadcast.weights:
         return ["networks"]
+    if rule.needs.generator and not broadcast.generator:
+        return ["generators"]
     if rule.needs.state:
         return ["what the server keeps between rounds"]
     if rule.needs.prototypes and "bias" in broadcast.weights:

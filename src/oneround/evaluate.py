@@ -81,7 +81,7 @@ class Scores(NamedTuple):
 
     rules: dict[str, Score]
     clients: dict[str, Score]
-    """Every client's own network, or the classifier of its own sums; empty where sums are masked."""
+    """Every client's own network, or the classifier of its own sums; empty where sums are masked, or nothing of it classifies."""
     validation: dict[str, Score]
     """Every rule on validation images; empty where there are none."""
     class_counts: dict[str, list[int]]
@@ -202,7 +202,7 @@ def score_uploads(
             logits, *_ = [each.add(expert) for each in passes]
             del expert
             clients[upload.client] = Score.of(logits, test.labels, classes)
-        elif not broadcast.recipe.secure:  # masked sums cannot be read one by one
+        elif broadcast.sums and not broadcast.recipe.secure:  # masked sums cannot be read one by one
             own = GlobalModel.of(ridge.local_classifier(upload, broadcast, device), ridge.Ridge(), broadcast)
             clients[upload.client] = score_model(own, test, device)
         del upload  # before the next one is read
@@ -262,7 +262,7 @@ def score_personal(
         for name, score in scores.rules.items()
         if not is_transductive(name)
     }
-    personal["alone"] = {client: scores.clients[client].on_mix(mix) for client, mix in mixes.items()}
+    personal["alone"] = {client: score.on_mix(mixes[client]) for client, score in scores.clients.items()}
     for name, rule in rules.items():
         own = {}
         for client, model in rule.personal(uploads, broadcast, server):

@@ -1,4 +1,4 @@
-"""SGD and Adam descend as those of `torch.optim` do, with a learning rate for each group."""
+"""SGD, Adam and AdamW descend as those of `torch.optim` do, with a learning rate for each group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from oneround.training.optimizers import SGD, Adam
+from oneround.training.optimizers import SGD, Adam, AdamW
 
 
 def parameters(seed: int = 0) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
@@ -66,15 +66,23 @@ def test_momentum_stays_at_its_address_and_without_momentum_nothing_is_kept() ->
     assert plain.buffers == {}
 
 
+@pytest.mark.parametrize(
+    ("kind", "theirs_kind", "beta2"), [(Adam, torch.optim.Adam, 0.999), (AdamW, torch.optim.AdamW, 0.95)]
+)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01])
-def test_steps_of_adam_are_those_of_pytorch(weight_decay: float) -> None:
+def test_steps_of_adam_are_those_of_pytorch(
+    kind: type[Adam], theirs_kind: type[torch.optim.Adam], beta2: float, weight_decay: float
+) -> None:
     ours, theirs = parameters(), parameters()
     rates = torch.tensor(0.05), torch.tensor(0.5)
-    optimizer = Adam(0.8)
+    optimizer = kind(0.8, beta2)
     optimizer.add(ours[:2], rates[0], weight_decay)
     optimizer.add(ours[2:], rates[1])
-    groups = [{"params": theirs[:2], "lr": 0.05, "weight_decay": weight_decay}, {"params": theirs[2:], "lr": 0.5}]
-    reference = torch.optim.Adam(groups, lr=0.05, betas=(0.8, 0.999))
+    groups = [
+        {"params": theirs[:2], "lr": 0.05, "weight_decay": weight_decay},
+        {"params": theirs[2:], "lr": 0.5, "weight_decay": 0.0},
+    ]
+    reference = theirs_kind(groups, lr=0.05, betas=(0.8, beta2))
     addresses = [tensor.data_ptr() for buffers in optimizer.state.values() for tensor in buffers.values()]
     for _ in range(5):
         for each in (optimizer, reference):

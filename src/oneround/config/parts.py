@@ -55,6 +55,8 @@ class Needs:
     """Networks trained by the clients."""
     prototypes: bool = False
     """A head of prototypes, which features are compared with; not a linear one."""
+    generator: bool = False
+    """Generators trained by the clients."""
     sums: bool = False
     """Sums of fixed features over the clients' images."""
     class_counts: bool = False

@@ -26,6 +26,7 @@ from oneround.config.sections import (
     Companion,
     Count,
     Evaluation,
+    Generator,
     LabelNoise,
     Model,
     NotNegative,
@@ -54,7 +55,7 @@ ADDED: Mapping[str, Mapping[str, Any]] = {
 }
 """Keys by section that were added since, with their defaults. Those that have their default do not enter the digest: a recipe
 keeps the one it had."""
-ADDED_SECTIONS = ("share",)
+ADDED_SECTIONS = ("share", "generator")
 """Sections that were added since; one that is not there does not enter the digest."""
 
 
@@ -117,8 +118,10 @@ class Federated(Strict):
     """Default: none. A split between a shared base and a personal head, chosen before training."""
     companion: Companion | None = None
     """Default: none. A larger network that learns beside the client's on the same machine (`mergenet`)."""
+    generator: Generator | None = None
+    """Default: none. A second network of every client, which makes images; with an empty objective the only one."""
     sums: Sums | None = None
-    """Default: none. With sums and an empty objective no network is trained at all."""
+    """Default: none. With sums, an empty objective and no generator, no network is trained at all."""
     safeguards: Safeguards = Safeguards()
     trace: Trace = Trace()
     fusion: list[Annotated[RulePart, In("fusion")]] = Field(default=["iffi"], validate_default=True, min_length=1)
@@ -168,13 +171,20 @@ class Federated(Strict):
         for rule in self.fusion:
             if rule.needs.sums and self.sums is None:
                 yield f"fusion: {rule.kind} needs sums of fixed features; add sums: {{}}"
+            if rule.needs.generator and self.generator is None:
+                yield f"fusion: {rule.kind} needs generators; add generator: {{}}"
+        if self.generator is not None:
+            yield from self._problems_of_generators()
         yield from self._problems_without_public_images()
         for rule in self.fusion:
             if rule.needs.validation and not self.validation:
                 yield f"fusion: {rule.kind} chooses on images the server holds back; set validation, for example validation: 0.1"
         yield from self._problems_of_rounds()
-        if isinstance(self.snapshots, list) and self.snapshots[-1] > self.training.epochs:
-            yield f"snapshots = {self.snapshots}: must be ≤ training.epochs = {self.training.epochs}"
+        if isinstance(self.snapshots, list) and self.snapshots[-1] > self.round_epochs:
+            also = (
+                "" if self.generator is None else " + generator.epochs" if self.trains else ", those of the generator"
+            )
+            yield f"snapshots = {self.snapshots}: must be ≤ training.epochs{also} = {self.round_epochs}"
         if self.model.head == "linear":
             yield from self._problems_of_a_linear_head()
         shortest = sum(stage.epochs or 1 for stage in self.objective.stages)
@@ -196,7 +206,7 @@ class Federated(Strict):
 
     def _problems_without_network(self) -> Iterator[str]:
         """An empty objective leaves nothing to train: sums alone are sent."""
-        if self.sums is None:
+        if self.sums is None and self.generator is None:
             known = ", ".join(sorted(slot("term").kinds))
             yield f"objective.terms is empty: start from a preset (extends: fafi) or name terms ({known})"
         for section in ("alignment", "bank", "queue", "reference", "companion", "share"):
@@ -205,6 +215,15 @@ class Federated(Strict):
         for rule in self.fusion:
             if rule.needs.network:
                 yield f"fusion: {rule.kind} needs networks, and objective.terms is empty; name terms, or use ridge"
+
+    def _problems_of_generators(self) -> Iterator[str]:
+        """What assumes that a client trains one network."""
+        if self.rounds > 1:
+            yield f"rounds = {self.rounds}: generators are for one round; set rounds: 1, or leave generator out"
+        if self.secure:
+            yield "sums.secure: generators disclose what masks hide; leave generator out, or secure"
+        if self.alignment is not None and self.alignment.schedule.needs.other_clients:
+            yield f"alignment.schedule = {self.alignment.schedule.kind}: clients would need each other while generators train; choose another"
 
     def _problems_of_masks(self) -> Iterator[str]:
         """Masked sums exclude whatever discloses what masks hide, and whatever leaves out a client."""
@@ -317,13 +336,35 @@ class Federated(Strict):
 
     @property
     def epochs(self) -> int:
-        """Local epochs of the whole training, all rounds together."""
+        """Local epochs of all networks, all rounds together."""
+        return self.rounds * self.round_epochs
+
+    @property
+    def round_epochs(self) -> int:
+        """Local epochs of a round: those of the network that classifies come first, then the generator's."""
+        if self.generator is None:
+            return self.training.epochs
+        return self.first_generator_epoch + self.generator.epochs
+
+    @property
+    def first_generator_epoch(self) -> int:
+        """Number of epochs completed when the generator's training begins."""
+        return self.training.epochs if self.trains else 0
+
+    @property
+    def training_epochs(self) -> int:
+        """Local epochs of the network that classifies, all rounds together."""
         return self.rounds * self.training.epochs
 
     @property
     def trains(self) -> bool:
-        """Whether clients train a network; otherwise sums are all they send."""
+        """Whether clients train a network that classifies."""
         return not self.objective.empty
+
+    @property
+    def sums_only(self) -> bool:
+        """Whether sums are all that clients send."""
+        return not self.trains and self.generator is None
 
     @property
     def secure(self) -> bool:

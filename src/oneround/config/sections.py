@@ -110,6 +110,41 @@ class Training(Strict):
         return self
 
 
+class Generator(Strict):
+    """A network that learns to make images like a client's own (flow matching), for fusion rules that train on such images."""
+
+    network: Annotated[Part, In("generator")] = Field(default="unet", validate_default=True)
+    """Its architecture."""
+    epochs: Count = 200
+    """Local epochs, after those of the other network if a client trains one."""
+    batch_size: Count = 512
+    """Images per step. A smaller client uses one batch of its own size."""
+    learning_rate: Positive = 6e-4
+    """Of AdamW: constant after the warm-up, until it falls."""
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.99], min_length=2, max_length=2)
+    """Decay of AdamW's two running means, of gradients and of their squares."""
+    weight_decay: NotNegative = 0.01
+    warm_up: Annotated[int, Field(ge=0)] = 200
+    """Steps over which the rate rises from 0; at most a fifth of all steps."""
+    fall: Fraction = 0.4
+    """Share of the steps, the last ones, over which the rate falls."""
+    lowest: Fraction = 0.02
+    """Where it falls to, as a share of the learning rate."""
+    clip_norm: NotNegative = 1.0
+    """Largest gradient norm; 0 switches clipping off."""
+    average: Annotated[float, Field(ge=0, lt=1)] = 0.9995
+    """Decay of the moving average of the weights, which is what is sent; smaller at first, so that it forgets where they began."""
+    drop_label: Fraction = 0.1
+    """Probability that an image's class is withheld."""
+    flip: Fraction | None = None
+    """Probability of a mirror image; default: 0.5, or 0 for data that a mirror changes (digits, signs)."""
+
+    @property
+    def batching(self) -> Training:
+        """How an epoch is cut into batches."""
+        return Training(epochs=self.epochs, batch_size=self.batch_size, views=1, restart_optimizer=False)
+
+
 class Participation(Strict):
     """Which clients train in a round."""
 

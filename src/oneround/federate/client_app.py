@@ -137,7 +137,8 @@ def _upload(raw: bytes, site: SiteFile) -> bytes:
         masker = key_agreement.masker_of(site.name, site.folder, roster, digest, context)
     folder = site.folder / hashlib.sha256(raw).hexdigest()[:16] if site.folder else None
     if folder:
-        upload_file, state = folder / "upload.safetensors", folder / "state.safetensors"
+        upload_file = folder / "upload.safetensors"
+        states = [folder / f"{name}.safetensors" for name in ("state", "generator")]
         if upload_file.is_file():
             kept = upload_file.read_bytes()
             try:
@@ -146,16 +147,18 @@ def _upload(raw: bytes, site: SiteFile) -> bytes:
                 return kept
             except ProtocolError as error:
                 log.warning("%s; trained again", error)
-        if not blob.is_whole(state, "state"):
-            state.unlink(missing_ok=True)
+        for state in states:
+            if not blob.is_whole(state, "state"):
+                state.unlink(missing_ok=True)
     images, validation = _images(broadcast, site)
     suffix = f", round {broadcast.round} of {recipe.rounds}" if recipe.rounds > 1 else ""
-    log.info("%s of %s%s: %d images, %d epochs", site.name, recipe.method, suffix, len(images), recipe.training.epochs)
+    log.info("%s of %s%s: %d images, %d epochs", site.name, recipe.method, suffix, len(images), recipe.round_epochs)
     local_site = Site(site.name, images, folder, site.local, validation=validation, masker=masker)
     packed = acts.train(broadcast, local_site, emit=_log_event).pack()
     if folder:
         write_durably(upload_file, packed)
-        state.unlink(missing_ok=True)
+        for state in states:
+            state.unlink(missing_ok=True)
         if recipe.rounds > 1:
             _remove_earlier_rounds(folder, broadcast)
     return packed

@@ -27,8 +27,8 @@ class _Cast(torch.autograd.Function):
         return tuple(full)
 
 
-def with_cast_weights(encoder: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The encoder, to be called under autocast to bf16.
+def with_cast_weights(encoder: nn.Module) -> Callable[..., Tensor]:
+    """The network, to be called under autocast to bf16.
 
     A convolution of an image's few channels is left to autocast: its own kernels give its gradient in fp32.
     """
@@ -38,10 +38,10 @@ def with_cast_weights(encoder: nn.Module) -> Callable[[Tensor], Tensor]:
         if isinstance(layer, nn.Conv2d) and layer.weight.shape[1] > 3
     ]
 
-    def encode(images: Tensor) -> Tensor:
+    def encode(*inputs: Tensor) -> Tensor:
         parameters = dict(encoder.named_parameters())
         cast = _Cast.apply(*(parameters[name] for name in names))  # type: ignore[no-untyped-call]
-        features: Tensor = functional_call(encoder, dict(zip(names, cast, strict=True)), (images,))
+        features: Tensor = functional_call(encoder, dict(zip(names, cast, strict=True)), inputs)
         return features
 
     return encode if names else encoder

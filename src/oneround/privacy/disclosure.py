@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oneround.config.sections import Noise, Reveal
 
-INDEPENDENT_OF_COUNTS = ("epoch", "learning_rate", "loss")
+INDEPENDENT_OF_COUNTS = ("epoch", "learning_rate", "loss", "network")
 """Keys of a history entry that do not depend on the class counts, as λ, entropy and steps do."""
 INDEPENDENT_TROUBLE = "not-finite"
 """Others do: λ out of range tells of the label entropy, collapsed features that there is more than one class."""

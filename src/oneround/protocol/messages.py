@@ -45,6 +45,8 @@ class Broadcast:
     """Number of the round that it starts, from 1."""
     roster: dict[str, str] = field(default_factory=dict)
     """For masked sums: the clients whose masks cancel together, each with its public key (empty in a simulation)."""
+    generator: dict[str, Tensor] = field(default_factory=dict)
+    """The generator's initial parameters; empty where none is trained."""
     depths: dict[str, int] = field(default_factory=dict)
     """Where the server chose a split before training: the clients with the number of blocks that each shares."""
     digest: str = ""
@@ -60,12 +62,12 @@ class Broadcast:
     @property
     def first_epoch(self) -> int:
         """Number of local epochs completed when this round begins."""
-        return (self.round - 1) * self.recipe.training.epochs
+        return (self.round - 1) * self.recipe.round_epochs
 
     @property
     def last_epoch(self) -> int:
         """Number of local epochs completed when this round ends."""
-        return self.round * self.recipe.training.epochs
+        return self.round * self.recipe.round_epochs
 
     @property
     def classes(self) -> int:
@@ -73,8 +75,13 @@ class Broadcast:
 
     @property
     def parameters(self) -> int:
-        """Number of values in the network; 0 where none is trained."""
-        return sum(tensor.numel() for tensor in self.weights.values())
+        """Number of values in the networks; 0 where none is trained."""
+        return sum(tensor.numel() for tensor in prefixed(**self.networks).values())
+
+    @property
+    def networks(self) -> dict[str, dict[str, Tensor]]:
+        """Every network's values, by the name that its tensors have in a message."""
+        return {"weights": self.weights, "generator": self.generator}
 
     @cached_property
     def sums(self) -> Layout:
@@ -99,7 +106,7 @@ class Broadcast:
         }
         if self.depths:
             manifest["depths"] = dict(sorted(self.depths.items()))
-        return blob.pack("broadcast", prefixed(weights=self.weights, extras=self.extras), manifest)
+        return blob.pack("broadcast", prefixed(**self.networks, extras=self.extras), manifest)
 
     @staticmethod
     def unpack(raw: bytes, where: str = "broadcast") -> Broadcast:
@@ -131,7 +138,7 @@ class Broadcast:
             raise refused(where, f"damaged manifest ({error!r})") from None
         channels, height, width = manifest["shape"]
         names, shape = tuple(manifest["class_names"]), (channels, height, width)
-        groups = split_by_prefix(tensors, "weights", "extras")
+        groups = split_by_prefix(tensors, "weights", "generator", "extras")
         return Broadcast(
             recipe,
             names,
@@ -146,7 +153,7 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Upload:
-    """Site to server: its network, its sums, its class counts and the statistics that fusion rules require."""
+    """Site to server: its networks, its sums, its class counts and the statistics that fusion rules require."""
 
     client: str
     recipe_digest: str
@@ -157,6 +164,8 @@ class Upload:
     weights: dict[str, Tensor]
     """Empty where no network is trained."""
     statistics: dict[str, Tensor] = field(default_factory=dict)
+    generator: dict[str, Tensor] = field(default_factory=dict)
+    """The moving average of its generator's weights; empty where none is trained."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Sums of fixed features over its images, as `sums.packed` packs them; empty where the recipe asks for none."""
     history: History = field(default_factory=list)
@@ -186,8 +195,13 @@ class Upload:
         manifest = blob.peek(Path(path), "upload")
         return _content(*(manifest[key] for key in ("client", "recipe_digest", "epoch", "class_counts", "sha256")))
 
+    @property
+    def networks(self) -> dict[str, dict[str, Tensor]]:
+        """Every network's values, by the name that its tensors have in a message."""
+        return {"weights": self.weights, "generator": self.generator}
+
     def _tensors(self) -> dict[str, Tensor]:
-        encoded = encode(prefixed(weights=self.weights, statistics=self.statistics), self.encoding)
+        encoded = encode(prefixed(**self.networks, statistics=self.statistics), self.encoding)
         return encoded | prefixed(sums=self.sums)  # sums have a precision of their own
 
     def _manifest(self) -> blob.Manifest:
@@ -254,7 +268,7 @@ class Upload:
         tensors = _decoded(tensors, broadcast, statistics, where)
         masked = broadcast.recipe.secure
         counts = [] if masked else counts_of(manifest, tensors.get("sums.counts"), broadcast, where)
-        groups = split_by_prefix(tensors, "weights", "statistics", "sums")
+        groups = split_by_prefix(tensors, "weights", "generator", "statistics", "sums")
         check_weights(groups["weights"], where)
         if groups["sums"] and not masked and not summed:
             check_sums(groups["sums"], where)
@@ -288,7 +302,7 @@ def _content(*parts: object) -> str:
 
 def _decoded(tensors: dict[str, Tensor], broadcast: Broadcast, statistics: Shapes, where: str) -> dict[str, Tensor]:
     """An upload's decoded tensors; names, shapes and types must be those this broadcast requires."""
-    decoded_layout = {f"weights.{name}": value for name, value in layout_of(broadcast.weights).items()}
+    decoded_layout = layout_of(prefixed(**broadcast.networks))
     decoded_layout |= {f"statistics.{name}": (shape, torch.float32) for name, shape in statistics.items()}
     encoding = broadcast.recipe.upload.encoding
     sums = {f"sums.{name}": layout for name, layout in broadcast.sums.items()}
@@ -313,14 +327,16 @@ def check_norms(upload: Upload, broadcast: Broadcast, where: str) -> None:
     factor is squared.
     """
     factor = broadcast.recipe.upload.largest_norm
-    for name, start in broadcast.weights.items():
+    uploaded = prefixed(**upload.networks)
+    for name, start in prefixed(**broadcast.networks).items():
         if not start.is_floating_point():
             continue
-        norm, floor = float(upload.weights[name].double().norm()), start.numel() ** 0.5
+        norm, floor = float(uploaded[name].double().norm()), start.numel() ** 0.5
         bound = factor ** (2 if name.endswith("running_var") else 1) * max(float(start.double().norm()), floor)
         if norm > bound:
             raise refused(
-                where, f"{name} has norm {norm:.3g}, more than {bound:.3g} (upload.largest_norm = {factor:g})"
+                where,
+                f"{name.removeprefix('weights.')} has norm {norm:.3g}, more than {bound:.3g} (upload.largest_norm = {factor:g})",
             )
 
 
@@ -342,7 +358,7 @@ def strip_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def max_upload_bytes(broadcast: Broadcast, statistics: Shapes) -> int:
     """The maximum size of an upload to this broadcast."""
     statistics_bytes = sum(4 * math.prod(shape) for shape in statistics.values())
-    return bytes_of(layout_of(broadcast.weights)) + statistics_bytes + bytes_of(broadcast.sums) + SLACK
+    return bytes_of(layout_of(prefixed(**broadcast.networks))) + statistics_bytes + bytes_of(broadcast.sums) + SLACK
 
 
 class UploadFolder(Sequence[Upload]):

@@ -322,7 +322,7 @@ def _defaults() -> dict[str, Any]:
 
 def _manifests(run_folder: RunFolder, unread: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Manifests of the clients' states and uploads; they may be ahead of the log, which is written at snapshots."""
-    states = ((path, "state") for path in sorted(run_folder.path.glob("clients/*/state.safetensors")))
+    states = ((path, "state") for path in sorted(run_folder.path.glob("clients/*/*.safetensors")))
     uploads = ((path, "upload") for path in sorted(run_folder.path.glob("uploads/*.safetensors")))
     for path, kind in (*states, *uploads):
         try:

@@ -70,7 +70,7 @@ class Plan:
     @property
     def snapshot_epochs(self) -> list[int]:
         """Epochs after which uploads are fused and scored, the end of every round among them."""
-        epochs, chosen = self.recipe.training.epochs, self.recipe.snapshots
+        epochs, chosen = self.recipe.round_epochs, self.recipe.snapshots
         if self.recipe.rounds > 1:
             return self.round_ends
         if isinstance(chosen, int):
@@ -80,7 +80,7 @@ class Plan:
     @property
     def round_ends(self) -> list[int]:
         """Epochs after which a round is over."""
-        return [self.recipe.training.epochs * number for number in range(1, self.recipe.rounds + 1)]
+        return [self.recipe.round_epochs * number for number in range(1, self.recipe.rounds + 1)]
 
     def prepare(self, emit: Emit = silent) -> Broadcast:
         """The first act: the broadcast of the first round."""
@@ -197,8 +197,9 @@ class DealtPlan(Plan):
 
     def steps_of(self, samples: int) -> int:
         """Training steps in one round of a client with that many samples."""
-        training = self.recipe.training
-        return training.epochs * steps_per_epoch(samples, training) if self.recipe.trains else steps_of(samples)
+        recipe = self.recipe
+        trainings = [recipe.training] * recipe.trains + ([recipe.generator.batching] if recipe.generator else [])
+        return sum(each.epochs * steps_per_epoch(samples, each) for each in trainings) or steps_of(samples)
 
     def remarks(self) -> list[str]:
         remarks = self.split.remarks()
@@ -259,13 +260,19 @@ class DealtPlan(Plan):
         if recipe.sums is not None:
             size = features.of(recipe.sums.features).size_for(self.data.shape)
             summed = f"sums of {size:,} fixed features ({recipe.sums.features.label}), one pass"
-        if not recipe.trains:
+        if recipe.sums_only:
             return f"{summed}, nothing is trained"
         rounds = f"{recipe.rounds} rounds of " if recipe.rounds > 1 else ""
+        trainings = {recipe.encoder.label: recipe.training} if recipe.trains else {}
+        if recipe.generator is not None:
+            trainings[recipe.generator.network.label] = recipe.generator.batching
+        epochs = " + ".join(str(each.epochs) for each in trainings.values())
+        sizes = " and ".join(
+            f"{each.batch_size} samples{' × 2 views' * (each.views == 2)}" for each in trainings.values()
+        )
         return (
-            f"{recipe.encoder.label}: {self.traffic.parameters:,} parameters; {rounds}{recipe.training.epochs} epochs, "
-            f"{self.steps:,} steps of up to {recipe.training.batch_size} samples{' × 2 views' if recipe.training.views == 2 else ''}"
-            + (f"; {summed}" if summed else "")
+            f"{' and '.join(trainings)}: {self.traffic.parameters:,} parameters; {rounds}{epochs} epochs, "
+            f"{self.steps:,} steps of up to {sizes}" + (f"; {summed}" if summed else "")
         )
 
 

@@ -107,7 +107,7 @@ def _run_all(
         if not central.broadcast.exists():
             plan.prepare().write(central.broadcast)
         emit({"event": CENTRAL, "steps": plan.steps_of(len(data.train))})
-        job = TrainJob(CENTRAL, np.arange(len(data.train)), central, plan.recipe.training.epochs, plan.recipe.local)
+        job = TrainJob(CENTRAL, np.arange(len(data.train)), central, plan.recipe.round_epochs, plan.recipe.local)
         training = None if central.upload(CENTRAL).exists() else pool.submit(job)
         results = []
         for run_folder, recipe in runs:

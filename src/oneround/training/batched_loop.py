@@ -109,7 +109,7 @@ class Group:
         stepper.begin_epoch(epoch, consensus)
         with stepper.stream_context():
             for done, (index, numbers) in enumerate(plan, start=1):
-                rate = learning_rate(recipe.training, epoch + (done - 1) / len(plan), recipe.epochs)
+                rate = learning_rate(recipe.training, epoch + (done - 1) / len(plan), recipe.training_epochs)
                 stepper(self.images.pixels.index_select(0, index), self.images.labels[index], numbers, rate)
                 if done < len(plan):
                     stepper.keep([slot for slot, count in steps.items() if count == done], batch=True)

@@ -32,6 +32,8 @@ def not_batchable(recipe: Federated, channels: int) -> str | None:
     """Why clients of this recipe cannot be trained as one network; None if they can."""
     if not recipe.trains:
         return "this recipe trains no network"
+    if recipe.generator is not None:
+        return "a generator is one client's"
     if recipe.companion is not None:
         return "a companion learns beside one client"
     if recipe.training.optimizer == "adam":
@@ -214,11 +216,15 @@ class Slot(ClientState):
 
     def __init__(self, stepper: BatchedStepper, number: int) -> None:
         weights = {name: value[number] for name, value in stepper.networks.items()}
-        self.net = network_from(stepper.recipe.encoder, stepper.shape[0], stepper.prior.shape[1], weights)
+        self.net: PrototypeNet = network_from(stepper.recipe.encoder, stepper.shape[0], stepper.prior.shape[1], weights)
         self.prior = stepper.prior[number]
         self.aligner = stepper.aligner.client(number) if stepper.aligner else None
         self.queue = stepper.queue.client(number) if stepper.queue else None
         self._momentum = {name: buffer[number] for name, buffer in stepper.momentum.items()}
+
+    def begin_client(self, counts: Tensor) -> None:
+        super().begin_client(counts)
+        self.prior.copy_(objective.log_prior(counts))
 
     @property
     def momentum(self) -> dict[str, Tensor]:

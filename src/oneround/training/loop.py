@@ -32,9 +32,10 @@ from oneround.training.alignment.aligner import instability_threshold
 from oneround.training.batched_step import BatchedStepper
 from oneround.training.batches import batches
 from oneround.training.copies import copies, overwrite
+from oneround.training.flow_matching import FlowStep
 from oneround.training.idle import IdleStates, State, write_state
 from oneround.training.shared_base import SHARED, depth_of
-from oneround.training.step import ClientState, Stepper, searching, unrecorded
+from oneround.training.step import ClientState, RecordedStep, Stepper, searching, unrecorded
 
 log = logging.getLogger("oneround")
 Emit = Callable[[dict[str, Any]], None]
@@ -71,7 +72,13 @@ class Companion(Protocol):
 
 
 class Learner:
-    """One site's local training: the network, its epoch and its metrics. One at a time per trainer."""
+    """One site's local training of the network that classifies: the network, its epoch and its metrics. One at a time per trainer.
+
+    Another network (generator.py) has another step, rate and random numbers; everything else is the same.
+    """
+
+    network: str | None = None
+    """Its name, where it is not the network that classifies; its state and its random numbers are named after it."""
 
     def __init__(
         self,
@@ -93,37 +100,73 @@ class Learner:
         if not site.data:
             raise RunError(f"{site.name}: no data to train on")
         self.broadcast, self.site, self.emit, self.batch_key = broadcast, site, emit, batch_key
-        self.recipe, self.training = broadcast.recipe, broadcast.recipe.training
+        self.recipe, self.training = broadcast.recipe, self._training
         self.idle = trainer.idle if trainer else None
         self.data: Images = site.data.to(site.device)
         self._labels = site.data.labels.cpu()
         self.counts = site.data.class_counts(broadcast.classes)
         if slot is None:
-            slot = self.stepper = (trainer or Trainer()).bind(broadcast, site, teacher)
+            slot = self.stepper = self._bind(trainer or Trainer(), teacher)
         self.state = slot
-        self.net = slot.net
         self.companion = companion
-        self.epoch = broadcast.first_epoch
+        self.epoch = self.first = broadcast.first_epoch + self._epochs_before
         """Number of completed epochs of the whole training; a round continues where the last one ended."""
         self.history: list[dict[str, Any]] = []
         self.stopped = ""
         """Why training stopped early, with figures: for this site only; empty if it did not."""
         self.stopped_summary = ""
         """The same without figures that depend on the site's class counts."""
-        self.state_file = site.folder / "state.safetensors" if site.folder else None
+        self.last = self.first + self.training.epochs
+        self.state_file = site.folder / f"{self.network or 'state'}.safetensors" if site.folder else None
         self._ahead: tuple[int, list[tuple[Tensor, Tensor]]] | None = None
         """The batches of an epoch (from 0) that were drawn while the device was busy with the one before."""
         self.state.begin_client(self.counts)
         self.depth = depth_of(broadcast, site.name, self.counts)
         """Number of blocks it shares; None where the recipe has no split to train under."""
         if self.depth is not None:
-            assert self.stepper.shared_base is not None
+            assert isinstance(self.stepper, Stepper) and self.stepper.shared_base is not None
             self.stepper.shared_base.begin(self.depth)
         self._resume()
         self._saved = time.monotonic()
 
+    # --- what another network has otherwise --------------------------------------------------------------------------------
+
+    @property
+    def net(self) -> PrototypeNet:
+        """The network that classifies."""
+        assert isinstance(self.state.net, PrototypeNet)
+        return self.state.net
+
+    @property
+    def _training(self) -> Training:
+        """How an epoch is cut into batches, and how many epochs there are."""
+        return self.broadcast.recipe.training
+
+    @property
+    def _epochs_before(self) -> int:
+        """Epochs of networks that train before this one."""
+        return 0
+
+    def _bind(self, trainer: Trainer, teacher: Callable[[Tensor], Tensor] | None) -> RecordedStep:
+        return trainer.bind(self.broadcast, self.site, teacher)
+
+    def _numbers(self, samples: int, random: torch.Generator) -> Tensor:
+        """Random numbers of a view of each sample."""
+        return draw(samples, random, per_batch=self.training.augment.per_batch)
+
+    def _rate(self, step: int, steps: int) -> float:
+        """The learning rate of a step of this epoch, from 0."""
+        return learning_rate(self.training, self.epoch + step / steps, self.recipe.training_epochs)
+
+    def _check_epoch(self, metrics: dict[str, Any]) -> safeguards.Trouble | None:
+        threshold = instability_threshold(self.recipe, *self.broadcast.weights["prototypes"].shape)
+        return safeguards.check_epoch(self.recipe, metrics, threshold)
+
+    # --- the loop ----------------------------------------------------------------------------------------------------------
+
     def train(self, until: int) -> None:
-        """Train to the end of epoch `until`, saving state on the way; a safeguard may stop it earlier."""
+        """Train to the end of epoch `until`, or to its last; saves state on the way; a safeguard may stop it earlier."""
+        until = min(until, self.last)
         while self.epoch < until and not self.stopped:
             before = copies(self.state.learned)
             try:
@@ -153,8 +196,7 @@ class Learner:
 
     def _passes_safeguards(self, metrics: dict[str, Any], before: dict[str, Tensor]) -> bool:
         """Whether the epoch counts; an epoch whose loss is not finite is undone."""
-        threshold = instability_threshold(self.recipe, *self.broadcast.weights["prototypes"].shape)
-        trouble = safeguards.check_epoch(self.recipe, metrics, threshold)
+        trouble = self._check_epoch(metrics)
         if trouble is None:
             return True
         reported = any(trouble.kind in entry.get("trouble", ()) for entry in self.history)
@@ -197,7 +239,7 @@ class Learner:
         self.stepper.begin_epoch(self.epoch, consensus)
         with self.stepper.stream_context():
             for step, (index, numbers) in enumerate(plan):
-                rate = learning_rate(self.training, self.epoch + step / len(plan), self.recipe.epochs)
+                rate = self._rate(step, len(plan))
                 batch = self.data.pixels.index_select(0, index), self.data.labels[index], numbers, rate
                 self.stepper(*batch)
                 if self.companion:
@@ -229,7 +271,15 @@ class Learner:
         if gradients is not None:
             metrics["gradients"] = gradients
         shared = {} if self.depth is None else {SHARED: self.depth}
-        return {**metrics, "classes_seen": int((self.counts > 0).sum()), **shared, **alignment, "seconds": seconds}
+        named = {"network": self.network} if self.network else {}
+        return {
+            **metrics,
+            **named,
+            "classes_seen": int((self.counts > 0).sum()),
+            **shared,
+            **alignment,
+            "seconds": seconds,
+        }
 
     def _draw_batches(self, epoch: int) -> list[tuple[Tensor, Tensor]]:
         """Sample indices and random numbers of every batch of an epoch on the device, all views of a batch in one pass."""
@@ -243,10 +293,11 @@ class Learner:
         They are drawn on the CPU, so every device makes the same views.
         """
         seed, views = self.recipe.seeds.training, self.training.views
-        plan = batches(self._labels, self.training, generator(seed, self.site.name, epoch, "shuffle"))
-        random = generator(seed, self.site.name, epoch, "augment")
-        per_batch, sizes = self.training.augment.per_batch, [views * len(index) for index in plan]
-        numbers = torch.cat([draw(len(index), random, per_batch=per_batch) for index in plan for _ in range(views)])
+        name = f"{self.site.name}/{self.network}" if self.network else self.site.name
+        named = name, epoch - self._epochs_before
+        plan = batches(self._labels, self.training, generator(seed, *named, "shuffle"))
+        random, sizes = generator(seed, *named, "augment"), [views * len(index) for index in plan]
+        numbers = torch.cat([self._numbers(len(index), random) for index in plan for _ in range(views)])
         return torch.cat([index.repeat(views) for index in plan]), numbers, sizes
 
     def traced(self, steps: int) -> bool:
@@ -255,7 +306,9 @@ class Learner:
         if not every:
             return False
         done = self.epoch * steps
-        return self.epoch == 0 or self.epoch + 1 == self.recipe.epochs or done // every != (done + steps) // every
+        return (
+            self.epoch == 0 or self.epoch + 1 == self.recipe.training_epochs or done // every != (done + steps) // every
+        )
 
     # --- state that survives a kill ----------------------------------------------------------------------------------
 
@@ -287,7 +340,7 @@ class Learner:
         manifest, tensors = kept or blob.read(self.state_file, "state")
         if (manifest["client"], manifest["recipe_digest"]) != (self.site.name, self.broadcast.digest):
             raise RunError(f"{self.state_file}: state of another client or recipe; remove it to start over")
-        if not self.broadcast.first_epoch < int(manifest["epoch"]) <= self.broadcast.last_epoch:
+        if not self.first < int(manifest["epoch"]) <= self.last:
             return
         saved = split_by_prefix(tensors, "momentum", "companion")
         self._restore(tensors)
@@ -306,17 +359,25 @@ def learning_rate(training: Training, epoch: float, epochs: int) -> float:
 
 
 class Trainer:
-    """A worker's network and training step at fixed addresses, bound to one broadcast at a time; clients take turns."""
+    """A worker's networks and training steps at fixed addresses, bound to one broadcast at a time; clients take turns."""
 
     def __init__(self, idle: IdleStates | None = None) -> None:
         """`idle`: holds the states of the clients that wait; without it they are in files only."""
         self.idle = idle
-        self._stepper: Stepper | None = None
-        self._structure: object = None
+        self._steps: dict[str, RecordedStep] = {}
+        self._structures: dict[str, object] = {}
 
     def bind(self, broadcast: Broadcast, site: Site, teacher: Callable[[Tensor], Tensor] | None = None) -> Stepper:
         """The step with this broadcast's values in its buffers; rebuilt only if the recipe, sizes or device differ."""
-        return self._bind(broadcast, site, teacher, lambda: Stepper(broadcast, site, teacher))
+        step = self._bind(broadcast, site, teacher, lambda: Stepper(broadcast, site, teacher))
+        assert isinstance(step, Stepper)
+        return step
+
+    def bind_generator(self, broadcast: Broadcast, site: Site) -> FlowStep:
+        """`bind` for the generator's step."""
+        step = self._bind(broadcast, site, None, lambda: FlowStep(broadcast, site), "generator")
+        assert isinstance(step, FlowStep)
+        return step
 
     def bind_batched(self, broadcast: Broadcast, site: Site, clients: int, images: int) -> BatchedStepper:
         """The step of so many clients at once, each with so many images in a step, all views."""
@@ -324,19 +385,27 @@ class Trainer:
         assert isinstance(step, BatchedStepper)
         return step
 
-    def _bind(self, broadcast: Broadcast, site: Site, shape: object, make: Callable[[], Stepper]) -> Stepper:
+    def _bind(
+        self,
+        broadcast: Broadcast,
+        site: Site,
+        shape: object,
+        make: Callable[[], RecordedStep],
+        network: str = "",
+    ) -> RecordedStep:
         """`shape`: what else the step depends on."""
         sizes = (broadcast.classes, broadcast.shape, layout_of(broadcast.extras))
         structure = (broadcast.digest, sizes, site.device, site.bf16, site.local.compile, site.local.record, shape)
-        if self._stepper is None or self._structure != structure:
-            self._stepper = None
+        if self._structures.get(network) != structure:
+            self._steps.pop(network, None)
             if site.device.type == "cuda":
                 with unrecorded:
                     gc.collect()  # the old recording holds device memory until it is collected
                     torch.cuda.empty_cache()
-            self._stepper = make()
-            if site.device.type == "cuda" and kernels.rehearse(self._stepper.rehearse):
-                self._stepper = make()
-            self._structure = structure
-        self._stepper.bind(broadcast)
-        return self._stepper
+            step = make()
+            if site.device.type == "cuda" and kernels.rehearse(step.rehearse):
+                step = make()
+            self._steps[network], self._structures[network] = step, structure
+        step = self._steps[network]
+        step.bind(broadcast)
+        return step

@@ -1,4 +1,4 @@
-"""SGD with momentum, and Adam: the fused kernels of `torch.optim`, called by their functional form.
+"""SGD with momentum, Adam and AdamW: the fused kernels of `torch.optim`, called by their functional form.
 
 The classes there load PyTorch's compiler with their first step, which takes as long as loading PyTorch, in every process that trains.
 """
@@ -6,11 +6,13 @@ The classes there load PyTorch's compiler with their first step, which takes as 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 BETA2, EPSILON = 0.999, 1e-8  # of Adam
@@ -88,8 +90,11 @@ class SGD(Optimizer):
 class Adam(Optimizer):
     """Adam (Kingma and Ba, 2015); `momentum` is β₁."""
 
-    def __init__(self, momentum: float) -> None:
+    kernel: ClassVar[Callable[..., None]] = staticmethod(adam)
+
+    def __init__(self, momentum: float, beta2: float = BETA2) -> None:
         super().__init__(momentum)
+        self.beta2 = beta2
         self.means: Buffers = {}
         self.squares: Buffers = {}
         self.steps: Buffers = {}
@@ -105,7 +110,7 @@ class Adam(Optimizer):
             self.steps[parameter] = torch.zeros((), device=parameter.device)
 
     def _descend(self, moving: list[nn.Parameter], gradients: list[Tensor], rate: Tensor, weight_decay: float) -> None:
-        adam(
+        self.kernel(
             list[Tensor](moving),
             gradients,
             [self.means[parameter] for parameter in moving],
@@ -115,9 +120,15 @@ class Adam(Optimizer):
             fused=True,
             amsgrad=False,
             beta1=self.momentum,
-            beta2=BETA2,
+            beta2=self.beta2,
             lr=rate,
             weight_decay=weight_decay,
             eps=EPSILON,
             maximize=False,
         )
+
+
+class AdamW(Adam):
+    """Adam whose weight decay is no part of the gradient (Loshchilov and Hutter, 2019)."""
+
+    kernel: ClassVar[Callable[..., None]] = staticmethod(adamw)

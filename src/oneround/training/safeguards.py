@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from oneround.config.recipe import Federated
+from oneround.config.sections import Generator
 from oneround.training.alignment.weights import Uncertainty
 
 COLLAPSED = 1e-4  # spread of unit features below which they are one point
@@ -37,6 +38,17 @@ def check_epoch(recipe: Federated, metrics: dict[str, Any], threshold: float) ->
         cause = "a term that only attracts, or a learning rate that is too large"
         return _trouble(metrics, "collapse", f"{symptom} (spread {metrics['spread']:.1g})", cause, symptom)
     return None
+
+
+def check_generator(generator: Generator, metrics: dict[str, Any]) -> Trouble | None:
+    """A generator's loss that is not finite, or None."""
+    if math.isfinite(metrics["loss"]) and math.isfinite(metrics["gradient_norm"]):
+        return None
+    cause = (
+        f"the steps are too large (generator.learning_rate = {generator.learning_rate:g}, "
+        f"generator.clip_norm = {generator.clip_norm:g}, 0 being no clipping)"
+    )
+    return _trouble(metrics, "not-finite", "the generator's loss or its gradient is not finite", cause)
 
 
 def _trouble(metrics: dict[str, Any], kind: str, symptom: str, cause: str, summary: str = "") -> Trouble:

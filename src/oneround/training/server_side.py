@@ -20,7 +20,7 @@ from oneround.protocol import Broadcast, blob
 from oneround.site import Site
 from oneround.training.loop import Learner
 
-CLIENT_ONLY = ("alignment", "bank", "queue", "reference", "companion", "sums")
+CLIENT_ONLY = ("alignment", "bank", "queue", "reference", "companion", "generator", "sums")
 
 OWN_TRAINING = {"milestones": [], "restart_optimizer": False, "sampling": "shuffle"}
 """Training options that networks trained at the server do not take from the clients' recipe."""

@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grad_norm_
 from oneround.config.recipe import Local
 from oneround.config.sections import Stage
 from oneround.data.augment import COLUMNS, views
+from oneround.data.images import Shape
 from oneround.models.precision import with_cast_weights
 from oneround.models.prototype import PrototypeNet, build
 from oneround.protocol.messages import Broadcast, prefixed
@@ -34,7 +35,7 @@ from oneround.training import objective, trace
 from oneround.training.alignment.aligner import Aligner
 from oneround.training.copies import overwrite
 from oneround.training.feature_queue import FeatureQueue
-from oneround.training.optimizers import SGD, Adam
+from oneround.training.optimizers import SGD, Adam, Optimizer
 from oneround.training.shared_base import SharedBase
 
 log = logging.getLogger("oneround")
@@ -90,7 +91,7 @@ class StageSteps:
     """Of the metrics with these names, over the steps of an epoch."""
     records: bool
     """Whether steps are recorded."""
-    recorded: dict[int, tuple[torch.cuda.CUDAGraph, objective.Batch]] = field(default_factory=dict)
+    recorded: dict[int, tuple[torch.cuda.CUDAGraph, objective.Batch | None]] = field(default_factory=dict)
     """By number of images; every replay overwrites the batch."""
     eager: Counter[int] = field(default_factory=Counter)
     """Steps made without a recording, by number of images."""
@@ -102,12 +103,11 @@ class StageSteps:
 
 
 class ClientState(ABC):
-    """All that belongs to one client while it trains, live: network, momentum, the prior of its labels, λ's state, queue."""
+    """All that belongs to one client while it trains, live: network, momentum, λ's state, queue."""
 
-    net: PrototypeNet
-    prior: Tensor
-    aligner: Aligner | None
-    queue: FeatureQueue | None
+    net: nn.Module
+    aligner: Aligner | None = None
+    queue: FeatureQueue | None = None
 
     @property
     def learned(self) -> dict[str, Tensor]:
@@ -122,7 +122,6 @@ class ClientState(ABC):
 
     def begin_client(self, counts: Tensor) -> None:
         """Start the training of a client with these class counts."""
-        self.prior.copy_(objective.log_prior(counts))
         self.restart()
         if self.queue:
             self.queue.clear()
@@ -138,8 +137,152 @@ class ClientState(ABC):
             torch._foreach_zero_(list(live.values()))
 
 
-class Stepper(ClientState):
-    """A network, its optimiser and its training step."""
+class RecordedStep(ClientState):
+    """A network, its optimiser and its training step, which is recorded on fixed buffers and replayed."""
+
+    optimizer: Optimizer
+    stage: StageSteps
+    full: int
+    """Images in a full batch, all views."""
+    views = 1
+    """Of every sample."""
+    last_batch: objective.Batch | None = None
+    """Of a network that classifies."""
+
+    def __init__(self, shape: Shape, site: Site, columns: int) -> None:
+        """`columns`: random numbers of an image."""
+        self.shape, self.columns, self.local = shape, columns, site.local
+        self.device, self.bf16 = site.device, site.bf16
+        self.stream = _streams.of(self.device) if self.device.type == "cuda" else None
+        self.records = site.local.record and self.stream is not None
+        self.inputs: tuple[Tensor, ...] = ()
+        """The batch that a recorded step reads; a smaller one is at its start."""
+        self.rate = torch.zeros((), device=self.device)
+        self._pool: Any = None
+        """Of the device's memory, for all recorded steps: one runs at a time."""
+        self._ahead: deque[torch.cuda.Event] = deque()
+        """Ends of the last recorded steps."""
+
+    def _begin_batches(self, full: int) -> None:
+        self.full = full
+        self.inputs = self._blank_batch(full if self.records else 0)
+
+    @property
+    def momentum(self) -> dict[str, Tensor]:
+        """The optimiser's buffers by parameter; live, not a copy."""
+        named = {**dict(self.net.named_parameters()), **(self.aligner.variables if self.aligner else {})}
+        return {
+            name + suffix: buffers[parameter]
+            for suffix, buffers in self.optimizer.state.items()
+            for name, parameter in named.items()
+            if parameter in buffers
+        }
+
+    @abstractmethod
+    def bind(self, broadcast: Broadcast) -> None:
+        """Copy a broadcast's values into the buffers."""
+
+    @abstractmethod
+    def begin_epoch(self, epoch: int, consensus: float) -> None:
+        """Prepare an epoch (from 0) of the whole training."""
+
+    @abstractmethod
+    def means(self, steps: int) -> dict[str, float]:
+        """Mean metrics per step since the last call; waits for the device."""
+
+    @abstractmethod
+    def _step(self, pixels: Tensor, labels: Tensor, numbers: Tensor) -> None: ...
+
+    def gradients(self) -> dict[str, Any]:
+        """Norms and cosines of the terms' gradients on the last batch."""
+        return {}
+
+    def _blank_batch(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Zeros as pixels, labels and random numbers of so many images."""
+        pixels = torch.zeros(size, *self.shape, dtype=torch.uint8, device=self.device)
+        labels = torch.zeros(size, dtype=torch.int64, device=self.device)
+        return pixels, labels, torch.zeros(size, self.columns, device=self.device)
+
+    def stream_context(self) -> torch.cuda.StreamContext | nullcontext[None]:
+        """The context all steps of an epoch run in."""
+        if self.stream is None:
+            return nullcontext()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self.stream)
+
+    def __call__(self, pixels: Tensor, labels: Tensor, numbers: Tensor, rate: float) -> None:
+        """Train on one batch (all views): pixels (n, …) uint8, labels (n,), numbers (n, columns)."""
+        self._set_rate(rate)
+        images = len(labels)
+        if self.stage.is_due(images):
+            self._record(images)
+        if images not in self.stage.recorded:
+            with searching(self.local):
+                self._step(pixels, labels, numbers)
+            self.stage.eager[images] += 1
+            return
+        for buffer, value in zip(self._inputs(images), (pixels, labels, numbers), strict=True):
+            buffer.copy_(value)
+        graph, self.last_batch = self.stage.recorded[images]
+        graph.replay()
+        replayed = torch.cuda.Event(blocking=True)
+        replayed.record()
+        self._ahead.append(replayed)
+        if len(self._ahead) > AHEAD:
+            self._ahead.popleft().synchronize()
+
+    def _set_rate(self, rate: float) -> None:
+        self.rate.fill_(rate)
+
+    def _inputs(self, images: int) -> tuple[Tensor, ...]:
+        """The buffers that a recorded step of so many images reads."""
+        return tuple(buffer[:images] for buffer in self.inputs)
+
+    def rehearse(self) -> None:
+        """A step on nothing: libraries load, convolutions are chosen. What it leaves behind is of no use."""
+        with self.stream_context(), searching(self.local):
+            self._step(*self._blank_batch(self.full))
+
+    def largest_batch(self) -> int:
+        """After an out-of-memory error: the largest half, quarter, … of the batch size that fits; 0 if none.
+
+        A step on an eighth more is tried, to leave room for the rest of a run.
+        """
+        size = self.full // self.views // 2
+        while size:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            try:
+                with searching(self.local):
+                    self._step(*self._blank_batch(self.views * (size + size // 8)))
+                return size
+            except torch.OutOfMemoryError:
+                size //= 2
+        return 0
+
+    def _record(self, images: int) -> None:
+        """Record a step on the fixed buffers; where one cannot be recorded, all of the stage run eagerly."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads use the device meanwhile: one trains another client, one writes the states of idle ones.
+            with (
+                searching(self.local),
+                torch.cuda.graph(graph, self._pool, self.stream, capture_error_mode="thread_local"),
+            ):
+                self._step(*self._inputs(images))
+        except RuntimeError as error:
+            log.warning("a step cannot be recorded as a CUDA graph and runs eagerly: %s", str(error).splitlines()[0])
+            self.stage.records = False
+            return
+        self._pool = graph.pool()
+        self.stage.recorded[images] = graph, self.last_batch
+
+
+class Stepper(RecordedStep):
+    """The step of a network that classifies."""
+
+    net: PrototypeNet
+    prior: Tensor
 
     lead: tuple[int, ...] = ()
     """Leading dimensions of all that belongs to a client: (clients,) where a step trains several (batched_step.py)."""
@@ -147,10 +290,10 @@ class Stepper(ClientState):
     def __init__(self, broadcast: Broadcast, site: Site, teacher: Callable[[Tensor], Tensor] | None = None) -> None:
         """Allocate buffers of this broadcast's sizes; `bind` fills them. `teacher`: normalised images → scores."""
         recipe, training, device = broadcast.recipe, broadcast.recipe.training, site.device
-        self.recipe, self.training, self.device, self.bf16 = recipe, training, device, site.bf16
-        self.shape, self.teacher, self.local = broadcast.shape, teacher, site.local
+        super().__init__(broadcast.shape, site, COLUMNS)
+        self.recipe, self.training, self.views, self.teacher = recipe, training, training.views, teacher
         net = self._build(broadcast)
-        self.net: PrototypeNet = net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.net = net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.shared_base = SharedBase(self.net, recipe.share) if recipe.share else None
         self.encode: Callable[[Tensor], Tensor] = self.net.encoder
         if site.local.compile:
@@ -164,7 +307,6 @@ class Stepper(ClientState):
             self.bank = objective.Features(self.extras["bank.features"], self.extras["bank.labels"])
         self.queue = FeatureQueue(recipe.queue, self.net.encoder.features, device, self.lead) if recipe.queue else None
         self.prior = torch.zeros(*self.lead, broadcast.classes, device=device)
-        self.aligner: Aligner | None = None
         self.fixed = recipe.alignment is not None and recipe.alignment.initial == "fixed"
         """Whether prototypes stay as they are."""
         variables: list[nn.Parameter] = []
@@ -175,25 +317,15 @@ class Stepper(ClientState):
             variables = list(self.aligner.variables.values())
             self.pace, clips_variables = self.aligner.weight.pace()
         # The network, and λ's variables with a learning rate of their own.
-        self.rate, self.own_rate = (torch.tensor(training.learning_rate, device=device) for _ in range(2))
+        self.own_rate = torch.zeros((), device=device)
         self.optimizer = (Adam if training.optimizer == "adam" else SGD)(training.momentum)
         self.optimizer.add(list(self.net.parameters()), self.rate, training.weight_decay)
         self.optimizer.add(variables, self.own_rate)
         self.clipped = [*self.net.parameters(), *(variables if clips_variables else [])]
-        self.full = self._images_per_step()
-        """Images in a full batch, all views."""
-        self.stream = _streams.of(device) if device.type == "cuda" else None
-        records = site.local.record and self.stream is not None
-        self.inputs = self._blank_batch(self.full if records else 0)
-        """The batch that a recorded step reads; a smaller one is at its start."""
+        self._begin_batches(self._images_per_step())
         stages: list[Stage | None] = [*recipe.objective.stages] or [None]
-        self.stages = [self._stage(stage, records) for stage in stages]
+        self.stages = [self._stage(stage) for stage in stages]
         self.stage = self.stages[0]
-        self._pool: Any = None
-        """Of the device's memory, for all recorded steps: one runs at a time."""
-        self._ahead: deque[torch.cuda.Event] = deque()
-        """Ends of the last recorded steps."""
-        self.last_batch: objective.Batch | None = None
         self._sent: Broadcast | None = None
         self._weights: dict[str, Tensor] = {}
 
@@ -204,17 +336,11 @@ class Stepper(ClientState):
     def _images_per_step(self) -> int:
         return self.training.views * self.training.batch_size
 
-    def _stage(self, stage: Stage | None, records: bool) -> StageSteps:
+    def _stage(self, stage: Stage | None) -> StageSteps:
         terms = objective.active(self.recipe.objective, stage)
         aligns = self.aligner is not None and (stage is None or stage.align)
         names = ["loss", "base", *(["align"] if aligns else []), *terms, "gradient_norm"]
-        return StageSteps(terms, aligns, names, torch.zeros(len(names), *self.lead, device=self.device), records)
-
-    def _blank_batch(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Zeros as pixels, labels and random numbers of so many images."""
-        pixels = torch.zeros(size, *self.shape, dtype=torch.uint8, device=self.device)
-        labels = torch.zeros(size, dtype=torch.int64, device=self.device)
-        return pixels, labels, torch.zeros(size, COLUMNS, device=self.device)
+        return StageSteps(terms, aligns, names, torch.zeros(len(names), *self.lead, device=self.device), self.records)
 
     # --- broadcasts, clients and epochs take turns: values change, addresses stay -----------------------------------------
 
@@ -238,13 +364,14 @@ class Stepper(ClientState):
 
     def begin_client(self, counts: Tensor) -> None:
         super().begin_client(counts)
+        self.prior.copy_(objective.log_prior(counts))
         for stage in self.stages:
             stage.sums.zero_()  # the client before may have failed within an epoch
 
     def begin_epoch(self, epoch: int, consensus: float) -> None:
         """Prepare an epoch (from 0) of the whole training."""
         self.net.train()
-        self.stage = self.stages[objective.stage_of(self.recipe.objective, epoch, self.recipe.epochs)]
+        self.stage = self.stages[objective.stage_of(self.recipe.objective, epoch, self.recipe.training_epochs)]
         if self.training.restart_optimizer:
             self.restart()
         if self.aligner:
@@ -252,73 +379,11 @@ class Stepper(ClientState):
         if self.queue:
             self.queue.begin_epoch(epoch)
 
-    @property
-    def momentum(self) -> dict[str, Tensor]:
-        """The optimiser's buffers by parameter; live, not a copy."""
-        named = dict(self.net.named_parameters()) | (self.aligner.variables if self.aligner else {})
-        return {
-            name + suffix: buffers[parameter]
-            for suffix, buffers in self.optimizer.state.items()
-            for name, parameter in named.items()
-            if parameter in buffers
-        }
-
     # --- steps -----------------------------------------------------------------------------------------------------------
 
-    def stream_context(self) -> torch.cuda.StreamContext | nullcontext[None]:
-        """The context all steps of an epoch run in."""
-        if self.stream is None:
-            return nullcontext()
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self.stream)
-
-    def __call__(self, pixels: Tensor, labels: Tensor, numbers: Tensor, rate: float) -> None:
-        """Train on one batch (all views): pixels (n, …) uint8, labels (n,), numbers (n, COLUMNS)."""
-        self.rate.fill_(rate)
+    def _set_rate(self, rate: float) -> None:
+        super()._set_rate(rate)
         self.own_rate.fill_(rate * self.pace)
-        images = len(labels)
-        if self.stage.is_due(images):
-            self._record(images)
-        if images not in self.stage.recorded:
-            with searching(self.local):
-                self._step(pixels, labels, numbers)
-            self.stage.eager[images] += 1
-            return
-        for buffer, value in zip(self._inputs(images), (pixels, labels, numbers), strict=True):
-            buffer.copy_(value)
-        graph, self.last_batch = self.stage.recorded[images]
-        graph.replay()
-        replayed = torch.cuda.Event(blocking=True)
-        replayed.record()
-        self._ahead.append(replayed)
-        if len(self._ahead) > AHEAD:
-            self._ahead.popleft().synchronize()
-
-    def _inputs(self, images: int) -> tuple[Tensor, ...]:
-        """The buffers that a recorded step of so many images reads."""
-        return tuple(buffer[:images] for buffer in self.inputs)
-
-    def rehearse(self) -> None:
-        """A step on nothing: libraries load, convolutions are chosen. What it leaves behind is of no use."""
-        with self.stream_context(), searching(self.local):
-            self._step(*self._blank_batch(self.full))
-
-    def largest_batch(self) -> int:
-        """After an out-of-memory error: the largest half, quarter, … of the batch size that fits; 0 if none.
-
-        A step on an eighth more is tried, to leave room for the rest of a run.
-        """
-        size = self.training.batch_size // 2
-        while size:
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            try:
-                with searching(self.local):
-                    self._step(*self._blank_batch(self.training.views * (size + size // 8)))
-                return size
-            except torch.OutOfMemoryError:
-                size //= 2
-        return 0
 
     def means(self, steps: int) -> dict[str, float]:
         """Mean metrics per step since the last call, and the spread of the last features; waits for the device."""
@@ -396,21 +461,3 @@ class Stepper(ClientState):
     def _clip(self) -> Tensor:
         """Clip the gradient; its norm before."""
         return clip_grad_norm_(self.clipped, self.training.clip_norm or math.inf)
-
-    def _record(self, images: int) -> None:
-        """Record a step on the fixed buffers; where one cannot be recorded, all of the stage run eagerly."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads use the device meanwhile: one trains another client, one writes the states of idle ones.
-            with (
-                searching(self.local),
-                torch.cuda.graph(graph, self._pool, self.stream, capture_error_mode="thread_local"),
-            ):
-                self._step(*self._inputs(images))
-        except RuntimeError as error:
-            log.warning("a step cannot be recorded as a CUDA graph and runs eagerly: %s", str(error).splitlines()[0])
-            self.stage.records = False
-            return
-        assert self.last_batch is not None
-        self._pool = graph.pool()
-        self.stage.recorded[images] = graph, self.last_batch

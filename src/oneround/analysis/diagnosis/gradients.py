@@ -67,7 +67,7 @@ def _strength(run: RunRecord, entry: EpochMetrics, tensor: str, pair: str) -> fl
 def _weights(run: RunRecord, entry: EpochMetrics) -> dict[str, float]:
     """The factor of every term's gradient in an epoch; `base` contains the terms' weights already."""
     stages = run.recipe.objective.stages
-    stage = stages[stage_of(run.recipe.objective, entry["epoch"] - 1, run.recipe.epochs)] if stages else None
+    stage = stages[stage_of(run.recipe.objective, entry["epoch"] - 1, run.recipe.training_epochs)] if stages else None
     terms = {name: weight for name, (_, weight) in active(run.recipe.objective, stage).items()}
     return {**terms, "base": 1.0, "alignment": applied_lambda(entry) if "lambda_effective" in entry else 1.0}
 

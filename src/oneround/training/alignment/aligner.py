@@ -49,7 +49,7 @@ class Aligner:
 
         `lead`: (clients,) where a step has several clients; each has a state of its own, and all losses have that shape.
         """
-        self.options, self.anchors, self.start, self.epochs = options, anchors, start, recipe.epochs
+        self.options, self.anchors, self.start, self.epochs = options, anchors, start, recipe.training_epochs
         self.weight, self.schedule = weights.of(options.weight), schedules.of(options.schedule)
         self.guard = guards.of(options.guard)
         clamped = recipe.safeguards.on_explosion == "clamp"
