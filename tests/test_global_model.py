@@ -165,10 +165,10 @@ def test_a_save_that_is_killed_leaves_the_model_before(
     answers = GlobalModel.load(tmp_path).predict(digits.test.pixels[:20])
     write = blob.write_durably
 
-    def killed(path: Path, raw: bytes) -> None:
+    def killed(path: Path, *raw: bytes, flush: bool) -> None:
         if path.name.startswith(broken):
             raise KeyboardInterrupt
-        write(path, raw)
+        write(path, *raw, flush=flush)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(blob, "write_durably", killed)

@@ -29,7 +29,7 @@ def write_durably(path: Path, *raw: bytes | memoryview, flush: bool = True, mode
                 os.fsync(file.fileno())
         temporary.replace(path)
         if flush:
-            _flush_folder(path.parent)
+            flush_folder(path.parent)
     except OSError as error:  # name the file the user knows, not the temporary one
         if error.errno is not None:
             error.filename = str(path)
@@ -38,7 +38,7 @@ def write_durably(path: Path, *raw: bytes | memoryview, flush: bool = True, mode
         temporary.unlink(missing_ok=True)
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """Flush the renaming itself: without it, the old file may be back after a power cut. Not every file system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -63,7 +63,7 @@ class BackgroundFlush:
         """Flush this file, once."""
         with self._lock, suppress(RuntimeError):  # the context is left already, with an error
             if path not in self._flushed:
-                self._flushed[path] = self._thread.submit(_flush_file, path)
+                self._flushed[path] = self._thread.submit(flush_file, path)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._thread.shutdown()
@@ -72,10 +72,11 @@ class BackgroundFlush:
         for each in self._flushed.values():
             each.result()
         for folder in {path.parent for path in self._flushed}:
-            _flush_folder(folder)
+            flush_folder(folder)
 
 
-def _flush_file(path: Path) -> None:
+def flush_file(path: Path) -> None:
+    """Flush a file that was written without it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

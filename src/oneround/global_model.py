@@ -70,22 +70,21 @@ class GlobalModel(nn.Module):
 
     # --- on disk -------------------------------------------------------------------------------------------------------
 
-    def save(self, folder: str | PathLike[str]) -> None:
+    def save(self, folder: str | PathLike[str], *, flush: bool = True) -> None:
         """Write a folder with a manifest and one safetensors file per network, one at a time.
 
         A file's name contains a digest of its content, so no other model's files are overwritten. The manifest is replaced
         last, and files that it does not list are removed after that. A save that is killed or refused leaves the folder's
-        previous model intact.
+        previous model intact. Without `flush` the files survive a crash of the program but not of the machine.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         shards = []
         for number, tensors in enumerate(self._finite_shards()):
-            digest = blob.checksum(tensors)
+            digest, pieces = blob.pieces("shard", tensors, {})
             name = f"shard_{number:03d}_{digest[:12]}.safetensors"
-            raw = blob.pack("shard", tensors, {})
-            blob.write_durably(folder / name, raw)
-            shards.append({"file": name, "bytes": len(raw), "sha256": digest})
+            blob.write_durably(folder / name, *pieces, flush=flush)
+            shards.append({"file": name, "bytes": sum(map(len, pieces)), "sha256": digest})
         manifest = {
             "format": blob.FORMAT,
             "kind": "global-model",
@@ -98,7 +97,7 @@ class GlobalModel(nn.Module):
             "shards": shards,
         }
         whole = {**manifest, "sha256": _checksum(manifest)}
-        blob.write_durably(folder / MANIFEST, json.dumps(whole, indent=1, ensure_ascii=False).encode())
+        blob.write_durably(folder / MANIFEST, json.dumps(whole, indent=1, ensure_ascii=False).encode(), flush=flush)
         listed = {shard["file"] for shard in shards}
         for path in folder.glob("shard_*.safetensors"):
             if path.name not in listed:

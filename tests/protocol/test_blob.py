@@ -90,7 +90,7 @@ def test_the_bytes_are_those_of_the_library() -> None:
 
 def test_a_message_is_written_without_a_copy_of_its_tensors(tmp_path: Path) -> None:
     tensor = torch.arange(6.0)
-    _, content = blob.pieces("state", {"a": tensor}, {})
+    _, (_, content) = blob.pieces("state", {"a": tensor}, {})
     tensor[0] = 9
     assert np.frombuffer(content, np.float32)[0] == 9
     blob.write(

@@ -97,7 +97,7 @@ def test_of_equals_on_validation_images_the_earliest_is_the_model(
     saved: list[int] = []
 
     class Model(SimpleNamespace):
-        def save(self, folder: Path) -> None:
+        def save(self, folder: Path, *, flush: bool) -> None:
             saved.append(self.epoch)
 
     monkeypatch.setattr(RunWriter, "_model", lambda self, snapshot, site: Model(epoch=snapshot.epoch))

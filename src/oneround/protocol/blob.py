@@ -54,19 +54,22 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         return dict(zip(names, pool.map(line, names), strict=True))
 
 
-def pieces(
-    kind: str, tensors: Mapping[str, Tensor], manifest: Manifest, digests: Mapping[str, str] | None = None
-) -> list[bytes | memoryview]:
-    """A message in pieces that are its bytes one after another; tensors must be on the CPU and are not copied.
+def pieces(kind: str, tensors: Mapping[str, Tensor], manifest: Manifest) -> tuple[str, list[bytes | memoryview]]:
+    """The checksum of the tensors, and a message in pieces that are its bytes one after another.
 
-    The bytes are those of `safetensors.torch.save`, which makes them in one go, while no other thread of Python runs. `digests`: those
-    of the tensors, if they are known.
+    Tensors must be on the CPU and are not copied. The bytes are those of `safetensors.torch.save`, which makes them in one go, while
+    no other thread of Python runs.
     """
+    digest = checksum(tensors)
+    return digest, _pieces(kind, tensors, manifest, digest)
+
+
+def _pieces(kind: str, tensors: Mapping[str, Tensor], manifest: Manifest, digest: str) -> list[bytes | memoryview]:
     full = {
         "format": FORMAT,
         "kind": kind,
         "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
-        "sha256": _combined(digests or _digests(tensors)),
+        "sha256": digest,
         **manifest,
     }
     header: dict[str, Any] = {"__metadata__": {"oneround": json.dumps(full, sort_keys=True)}}
@@ -107,7 +110,7 @@ def _buffer(tensor: Tensor) -> memoryview:
 
 def pack(kind: str, tensors: Mapping[str, Tensor], manifest: Manifest) -> bytes:
     """A message as bytes. Tensors must be on the CPU."""
-    return b"".join(pieces(kind, tensors, manifest))
+    return b"".join(pieces(kind, tensors, manifest)[1])
 
 
 def write(
@@ -121,7 +124,7 @@ def write(
 ) -> None:
     """Write a message, replacing the file. `read_soon`: this process reads it too, and need not check its content again."""
     digests = _digests(tensors)
-    write_durably(path, *pieces(kind, tensors, manifest, digests), flush=flush)
+    write_durably(path, *_pieces(kind, tensors, manifest, _combined(digests)), flush=flush)
     if read_soon and all(_finite(tensor) for tensor in tensors.values()):
         _remember(path, kind, _version(path), digests)
 

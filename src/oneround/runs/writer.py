@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from oneround import acts
 from oneround.data import Images
 from oneround.evaluate import Scores, score_personal
+from oneround.files import flush_file, flush_folder
 from oneround.fusion import Rule
 from oneround.global_model import GlobalModel
 from oneround.models import Single
@@ -94,7 +95,7 @@ class RunWriter:
         if self.first in snapshot.scores.validation:
             curve = self.measurements.validation.get(self.first, {})
             if snapshot.scores.validation[self.first].accuracy > max(curve.values(), default=-1.0):
-                self._model(snapshot, site).save(self.folder.model)
+                self._model(snapshot, site).save(self.folder.model, flush=False)
         scored = list(self._score_events(snapshot))
         events = [*self._training_events(snapshot.uploads, epochs), *scored]
         for event in events:
@@ -173,9 +174,12 @@ class RunWriter:
     def _finish_model(self, snapshot: Snapshot, site: Site) -> int:
         """Write the final model; returns its epoch."""
         chosen = self.chosen
+        if chosen is not None and (self.folder.model / "manifest.json").is_file():
+            for path in self.folder.model.iterdir():
+                flush_file(path)
+            flush_folder(self.folder.model)
+            return chosen
         if chosen is not None and chosen != snapshot.epoch:
-            if (self.folder.model / "manifest.json").is_file():
-                return chosen
             number, rest = divmod(chosen, snapshot.uploads.broadcast.recipe.training.epochs)
             if rest == 0 and (self.folder.round_model(number) / "manifest.json").is_file():
                 GlobalModel.load(self.folder.round_model(number)).save(self.folder.model)
