@@ -30,14 +30,22 @@ from oneround.fusion.feature_vote import class_sums
 from oneround.global_model import GlobalModel
 from oneround.mergenet import CompanionNetwork, check_companion
 from oneround.models import Single, initialise
-from oneround.models.features import Constants, FeaturesPart, FrozenEncoder, Shape, features
+from oneround.models.features import Constants, ExpertFeatures, FeaturesPart, FrozenEncoder, Shape, features
 from oneround.models.inference import check_transductive
 from oneround.models.pretrained import load_weights
 from oneround.models.prototype import Layout, all_on_cpu, meta_network
 from oneround.models.unet import generator_from, initial_generator, meta_generator
 from oneround.privacy.disclosure import disclosed_counts, disclosed_history, disclosed_stop
 from oneround.protocol.encoding import as_received, bytes_of, encoded_layout, layout_of
-from oneround.protocol.messages import Broadcast, Shapes, Upload, UploadFolder, prefixed, split_by_prefix
+from oneround.protocol.messages import (
+    Broadcast,
+    Shapes,
+    Upload,
+    UploadFolder,
+    prefixed,
+    split_by_prefix,
+    strip_prefix,
+)
 from oneround.seeds import generator
 from oneround.site import Site
 from oneround.training import Emit, Learner, Trainer, silent
@@ -60,9 +68,7 @@ def resolve(recipe: Recipe, data: Dataset) -> Recipe:
     """
     changes: dict[str, object] = {}
     if recipe.sums is not None:
-        chosen = features.of(recipe.sums.features).resolve(data.shape)
-        sums.check_memory(chosen.size_for(data.shape))
-        changes["sums.features"] = chosen.dump()
+        changes["sums.features"] = features.of(recipe.sums.features).resolve(data.shape).dump()
         if recipe.sums.mirror is None:
             changes["sums.mirror"] = "features" if data.mirror else "none"
     if not recipe.trains:
@@ -74,6 +80,8 @@ def resolve(recipe: Recipe, data: Dataset) -> Recipe:
     if recipe.generator is not None and recipe.generator.flip is None:
         changes["generator.flip"] = 0.5 if data.mirror else 0.0
     resolved = change(recipe, changes) if changes else recipe
+    if resolved.sums is not None:
+        sums.check_memory(sums.size_of(resolved, data.shape, resolved.partition.clients or 1))
     if resolved.evaluation.transductive:
         check_transductive(resolved, data.shape[0], data.classes, len(data.test))
     return resolved
@@ -83,8 +91,8 @@ def prepare(
     recipe: Recipe, class_names: tuple[str, ...], shape: Shape, server: Site | None = None, emit: Emit = silent
 ) -> Broadcast:
     """Server: the message every site starts from. `server` holds the public images, for recipes that need some."""
-    server = server or Site("server")
-    extras = _feature_extras(recipe, shape, server) if recipe.sums is not None else {}
+    server = server or Site("server", local=recipe.local)
+    extras = _feature_extras(recipe, shape, server) if recipe.sums is not None and not recipe.stacked else {}
     seed = recipe.seeds.initialisation
     images: dict[str, Tensor] = {}
     if recipe.generator is not None:
@@ -135,18 +143,23 @@ def _prototypes_from(run: Path, prototypes: Tensor) -> Tensor:
 def _feature_extras(recipe: Recipe, shape: Shape, server: Site) -> dict[str, Tensor]:
     """The broadcast's extras for fixed features: a checksum, or the constants that a site cannot build itself."""
     part = features.of(recipe.summed.features)
-    constants = _constants(recipe, part, shape, server)
-    extras = sums.feature_extras(part, constants)
-    if recipe.secure:
-        extras[sums.EXPONENT] = sums.exponent_of(recipe, shape, constants, *preprocessing(recipe))
-    return extras
+    extras = sums.feature_extras(part, _constants(recipe, part, shape, server))
+    return extras | _exponent(recipe, shape, extras)
 
 
-def _constants(recipe: Recipe, part: FeaturesPart, shape: Shape, server: Site) -> Constants:
+def _exponent(recipe: Federated, shape: Shape, extras: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The extra for masks, where the recipe asks for them."""
+    if not recipe.secure:
+        return {}
+    constants = sums.constants_of(recipe, shape, extras)
+    return {sums.EXPONENT: sums.exponent_of(recipe, shape, constants, *preprocessing(recipe))}
+
+
+def _constants(recipe: Federated, part: FeaturesPart, shape: Shape, server: Site) -> Constants:
     seed = recipe.seeds.initialisation
-    if isinstance(part, FrozenEncoder) and recipe.local.frozen_encoder is not None:
+    if isinstance(part, FrozenEncoder) and server.local.frozen_encoder is not None:
         net = initialise(part.encoder, shape[0], 2, seed)
-        load_weights(recipe.local.frozen_encoder, net, "frozen_encoder")
+        load_weights(server.local.frozen_encoder, net, "frozen_encoder")
         return all_on_cpu(net.encoder.state_dict())
     if not part.needs.public:
         return sums.constants_from_seed(part, shape, seed)
@@ -166,12 +179,17 @@ class Traffic:
     """Bytes from the client to the server."""
 
 
-def traffic(recipe: Federated, classes: int, shape: Shape, public: int) -> Traffic:
-    """Traffic per client for a number of classes, an image shape and a number of public images at the server."""
+def traffic(recipe: Federated, classes: int, shape: Shape, public: int, clients: int | None = None) -> Traffic:
+    """Traffic per client for a number of classes, an image shape, and a number of public images at the server.
+
+    `clients`: those whose networks come back in a second exchange; default: the recipe's, or one.
+    """
     summed, constants = {}, 0
+    experts = (clients or recipe.partition.clients or 1) if recipe.stacked else 0
     if recipe.sums is not None:
-        part = features.of(recipe.sums.features)
-        summed, constants = sums.sums_layout(recipe, part.size_for(shape), classes), part.bytes_down(shape)
+        size = sums.size_of(recipe, shape, experts)
+        summed = sums.sums_layout(recipe, size, classes)
+        constants = features.of(recipe.sums.features).bytes_down(shape)
     if recipe.sums_only:
         return Traffic(sum(math.prod(size) for size, _ in summed.values()), constants, bytes_of(summed))
     images: Layout = {}
@@ -198,6 +216,7 @@ def traffic(recipe: Federated, classes: int, shape: Shape, public: int) -> Traff
     up = bytes_of(encoded_layout(sent, recipe.upload.encoding)) + bytes_of(summed)
     up += bytes_of(encoded_layout(images, recipe.upload.encoding))
     down = bytes_of(weights) + bytes_of(images) + bytes_of(extras) + constants
+    down += experts * bytes_of(layout_of(net.encoder.state_dict()))
     return Traffic(net.size + numbers, down, up)
 
 
@@ -216,7 +235,7 @@ def train_and_measure(
 ) -> Callable[[], Upload]:
     """`train`; what is left to do takes the networks off the device, beside the next client's training."""
     recipe = broadcast.recipe
-    if recipe.sums_only:
+    if not broadcast.parameters:
         upload = _sum_only(broadcast, site, emit)
         return lambda: upload
     classifier = generator = None
@@ -304,12 +323,12 @@ def _sum_only(broadcast: Broadcast, site: Site, emit: Emit) -> Upload:
     started, steps = time.monotonic(), sums.steps_of(len(site.data))
 
     def on_progress(done: int) -> None:
-        emit({"event": "steps", "client": site.name, "epoch": 1, "done": done, "of": steps})
+        emit({"event": "steps", "client": site.name, "epoch": broadcast.last_epoch, "done": done, "of": steps})
 
     with site.arithmetic(sum(math.prod(shape) for shape, _ in broadcast.sums.values())):
         summed = feature_sums(broadcast, site, on_progress)
     metrics = {
-        "epoch": 1,
+        "epoch": broadcast.last_epoch,
         "steps": steps,
         "classes_seen": int((counts > 0).sum()),
         "seconds": time.monotonic() - started,
@@ -318,13 +337,13 @@ def _sum_only(broadcast: Broadcast, site: Site, emit: Emit) -> Upload:
     return Upload(
         client=site.name,
         recipe_digest=broadcast.digest,
-        epoch=1,
+        epoch=broadcast.last_epoch,
         class_counts=torch.zeros(0, dtype=torch.int64) if recipe.secure else counts,
         weights={},
         sums=summed,
         history=disclosed_history([metrics], recipe.reveal),
         roster=tuple(sorted(broadcast.roster)),
-        context=broadcast.context if recipe.secure else "",
+        context=broadcast.context if broadcast.masked else "",
     )
 
 
@@ -366,6 +385,24 @@ def advance(model: GlobalModel, broadcast: Broadcast) -> Broadcast:
     return replace(broadcast, weights=model.inference.net.weights(), round=broadcast.round + 1)
 
 
+def stack(uploads: Sequence[Upload], broadcast: Broadcast, server: Site) -> Broadcast:
+    """Server: the broadcast of the second exchange, with all clients' encoders, whose features the sites sum."""
+    recipe, shape = broadcast.recipe, broadcast.shape
+    names, encoders = [], []
+    for upload in uploads:
+        names.append(upload.client)
+        encoders.append(strip_prefix(upload.weights, "encoder"))
+    part = features.of(recipe.summed.features)
+    beside: dict[str, Tensor] = {}
+    if isinstance(part, ExpertFeatures) and part.beside is not None:
+        fixed = features.of(part.beside)
+        beside = sums.feature_extras(fixed, _constants(recipe, fixed, shape, server))
+    extras = sums.stacked_extras(encoders, beside)
+    sums.check_memory(sums.size_of(recipe, shape, len(names)))
+    extras |= _exponent(recipe, shape, extras)
+    return replace(broadcast, weights={}, generator={}, extras=extras, round=broadcast.round + 1, experts=tuple(names))
+
+
 def participants(recipe: Federated, clients: Sequence[str], number: int) -> list[str]:
     """The clients of one round: a fraction of all, drawn anew every round, in their original order."""
     participation = recipe.participation
@@ -396,6 +433,8 @@ def missing_inputs(rule: Rule, broadcast: Broadcast) -> list[str]:
         return ["what the server keeps between rounds"]
     if rule.needs.prototypes and "bias" in broadcast.weights:
         return ["prototypes: model.head is linear"]
+    if rule.needs.experts and not broadcast.experts:
+        return ["sums of the networks' features"]
     sums_missing = ["sums of fixed features"] if rule.needs.sums and not broadcast.sums else []
     requested = rule.statistics(*broadcast.weights["prototypes"].shape) if broadcast.weights else {}
     available = statistics_of(broadcast)

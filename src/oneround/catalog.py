@@ -17,6 +17,7 @@ from oneround.fusion import (
     ridge,
     routed,
     split,
+    stacked,
     taught,
     typicality_gated,
 )

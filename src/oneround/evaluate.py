@@ -202,7 +202,7 @@ def score_uploads(
             logits, *_ = [each.add(expert) for each in passes]
             del expert
             clients[upload.client] = Score.of(logits, test.labels, classes)
-        elif broadcast.sums and not broadcast.recipe.secure:  # masked sums cannot be read one by one
+        elif broadcast.sums and not broadcast.masked:  # masked sums cannot be read one by one
             own = GlobalModel.of(ridge.local_classifier(upload, broadcast, device), ridge.Ridge(), broadcast)
             clients[upload.client] = score_model(own, test, device)
         del upload  # before the next one is read

@@ -13,11 +13,18 @@ from oneround.config.load import Overrides, change, load, presets
 from oneround.config.recipe import Recipe
 from oneround.config.sections import Noise
 from oneround.formatting import format_bytes
+from oneround.fusion import Rule
 from oneround.fusion.ridge import Ridge
+from oneround.fusion.stacked import Stacked
 
 HIDES = "masks hide each client's sums and class counts: the server sees only their total over all clients, which is all it needs"
 MASKED = "that it took part; its sums and class counts only within the total over all clients"
+MASKED_SUMS = "its sums and class counts only within the total over all clients"
 HISTOGRAMS = "an exchange of class histograms before the broadcast (a number per class and site)"
+SECOND = (
+    "a second exchange: every site receives the networks of all sites, makes one pass over its images and returns sums of the "
+    "networks' features"
+)
 KEYS = "an exchange of public keys before the broadcast (32 bytes a site), and every site's upload: masks cancel only in the sum of all"
 
 
@@ -59,6 +66,8 @@ class Method:
     def needs(self) -> list[str]:
         """What it needs beyond one broadcast and one upload."""
         needs = [f"{self.recipe.rounds} rounds (not one-shot)"] if self.recipe.rounds > 1 else []
+        if self.recipe.stacked:
+            needs.append(SECOND)
         if self.recipe.public:
             needs.append("public images")
         if self.recipe.alignment and self.recipe.alignment.schedule.needs.other_clients:
@@ -71,9 +80,10 @@ class Method:
     def reveals(self) -> list[str]:
         """What an upload discloses about the site's data."""
         counts = self.recipe.reveal.class_counts
-        if self.recipe.secure:
+        if self.recipe.secure and not self.recipe.trains:
             return [MASKED]
-        revealed = ["the weights of its network"] if self.recipe.trains else []
+        to_all = ", to every other site too" if self.recipe.stacked else ""
+        revealed = [f"the weights of its network{to_all}"] if self.recipe.trains else []
         measured = "all training metrics" if counts is True else "the loss of every epoch"
         if isinstance(counts, Noise):
             revealed.append(f"class counts with Laplace noise (ε = {counts.epsilon:g})")
@@ -83,10 +93,10 @@ class Method:
             revealed[-1] += f", {measured}"
         if self.recipe.share and not self.recipe.share.surveyed:
             revealed.append("how many blocks it shares, which follows from the entropy of its labels")
-        disclosing = [
-            *acts.rules_of(self.recipe),
-            *([Ridge()] if self.recipe.sums else []),
-        ]  # sums go whoever uses them
+        summed: list[Rule] = [Stacked() if self.recipe.stacked else Ridge()] if self.recipe.sums else []
+        disclosing = [*acts.rules_of(self.recipe), *summed]  # sums go whoever uses them
+        if self.recipe.secure:
+            disclosing, revealed = [rule for rule in disclosing if not rule.needs.sums], [*revealed, MASKED_SUMS]
         sent = (each for rule in disclosing if rule.discloses for each in rule.discloses.split("; "))
         return list(dict.fromkeys([*revealed, *sent]))
 
@@ -101,7 +111,13 @@ class Method:
         recipe, base = self.recipe, self.own.get("extends")
         differs = {key: value for key, value in self.own.items() if key not in ("about", "extends")}
         encoding = "whole numbers of 64 bits" if recipe.secure else recipe.upload.encoding
-        often = f"in each of {recipe.rounds} rounds" if recipe.rounds > 1 else "once"
+        often = (
+            f"in each of {recipe.rounds} rounds"
+            if recipe.rounds > 1
+            else "in two exchanges"
+            if recipe.stacked
+            else "once"
+        )
         return [
             f"{self.name}{f' ({self.alias})' if self.alias else ''}: {self.idea}",
             "",
@@ -118,7 +134,7 @@ class Method:
 
     def _masks(self) -> str:
         """What secure aggregation hides, or why it is not available."""
-        if self.recipe.trains:
+        if self.recipe.trains and not self.recipe.stacked:
             return "secure aggregation of the sums is not available when networks are uploaded too: they disclose what masks would hide"
         if self.recipe.secure:
             return f"{HIDES}; not from a server that swaps keys, nor from all other clients together (docs/ridge.md)"
@@ -132,6 +148,7 @@ class Method:
             "feature bank": recipe.bank,
             "reference features": recipe.reference,
             "features or their seed": recipe.sums,
+            "then all sites' networks": recipe.stacked,
         }
         return ", ".join(name for name, sent in parts.items() if sent)
 

@@ -57,9 +57,8 @@ def _summary(folder: Path, diagnosis: Diagnosis) -> str:
     last = [max(by_epoch) for by_epoch in run.measurements.epochs.values()] or [0]
     epochs = f"{min(last)}" if min(last) == max(last) else f"{min(last)} to {max(last)}"
     number = plural(len(diagnosis.findings), "finding") if diagnosis.findings else "no findings"
-    return (
-        f"{folder}: {run.recipe.method}, {len(run.trained)} clients, {epochs} of {run.recipe.epochs} epochs; {number}"
-    )
+    planned = run.recipe.epochs + run.recipe.stacked  # a second exchange is one pass
+    return f"{folder}: {run.recipe.method}, {len(run.trained)} clients, {epochs} of {planned} epochs; {number}"
 
 
 def _lines(findings: Iterable[Finding]) -> Iterable[str]:

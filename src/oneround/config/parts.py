@@ -59,6 +59,8 @@ class Needs:
     """Generators trained by the clients."""
     sums: bool = False
     """Sums of fixed features over the clients' images."""
+    experts: bool = False
+    """Features of all clients' networks, which go back to the sites in a second exchange."""
     class_counts: bool = False
     """The clients' class counts, as they are or with noise."""
     public: bool = False

@@ -175,6 +175,10 @@ class Federated(Strict):
                 yield f"fusion: {rule.kind} needs generators; add generator: {{}}"
         if self.generator is not None:
             yield from self._problems_of_generators()
+            if rule.needs.experts and not self.stacked:
+                yield f"fusion: {rule.kind} needs sums of the networks' features; set sums.features: experts (extends: stacked)"
+        if self.stacked:
+            yield from self._problems_of_a_second_exchange()
         yield from self._problems_without_public_images()
         for rule in self.fusion:
             if rule.needs.validation and not self.validation:
@@ -201,7 +205,7 @@ class Federated(Strict):
         yield from self._problems_of_a_shared_base()
         if self.queue is not None and not any(term.uses_queue for term in self.objective.terms.values()):
             yield "queue: no term uses it; add supervised-contrastive or bank-contrastive to objective.terms"
-        if self.reveal.class_counts is not True and not self.secure:
+        if self.reveal.class_counts is not True and (self.stacked or not self.secure):
             yield from self._problems_of_hidden_counts()
 
     def _problems_without_network(self) -> Iterator[str]:
@@ -225,10 +229,23 @@ class Federated(Strict):
         if self.alignment is not None and self.alignment.schedule.needs.other_clients:
             yield f"alignment.schedule = {self.alignment.schedule.kind}: clients would need each other while generators train; choose another"
 
+    def _problems_of_a_second_exchange(self) -> Iterator[str]:
+        """Networks come first, sums of their features after: no upload has both."""
+        if not self.trains:
+            yield "sums.features = experts: there are no networks; name terms (extends: stacked), or take other features"
+        if self.rounds > 1:
+            yield f"rounds = {self.rounds}: sums of experts' features follow one training; set rounds: 1, or take other features"
+        for rule in self.fusion:
+            if rule.needs.sums and rule.needs.network:
+                yield (
+                    f"fusion: {rule.kind} needs networks and sums in one upload, and sums of experts' features come in a second exchange; "
+                    f"leave {rule.kind} out, or take other features"
+                )
+
     def _problems_of_masks(self) -> Iterator[str]:
         """Masked sums exclude whatever discloses what masks hide, and whatever leaves out a client."""
         clients = self.partition.clients
-        if self.trains:
+        if self.trains and not self.stacked:
             yield "sums.secure: networks disclose what masks hide; train none (extends: ridge), or leave secure out"
         if self.reveal.class_counts is not False:
             yield "sums.secure: class counts are under the masks too; set reveal.class_counts: false"
@@ -305,13 +322,14 @@ class Federated(Strict):
 
     def _problems_of_hidden_counts(self) -> Iterator[str]:
         """Hidden class counts exclude rules and sums that disclose them anyway, and rules that need them."""
-        disclosing = [rule.kind for rule in self.fusion if rule.discloses]
+        masked = self.secure and self.stacked
+        disclosing = [rule.kind for rule in self.fusion if rule.discloses and not (masked and rule.needs.sums)]
         if disclosing:
             yield (
                 f"reveal.class_counts: hides nothing while fusion has {disclosing[0]}, which makes sites send statistics of "
                 f"every class; leave out {', '.join(disclosing)}"
             )
-        if self.sums is not None:
+        if self.sums is not None and not masked:
             yield "reveal.class_counts: hides nothing while sums are sent, which have the counts of every class; leave sums out"
         by_counts = [rule.kind for rule in self.fusion if rule.needs.class_counts]
         if by_counts and self.reveal.class_counts is False:
@@ -365,6 +383,16 @@ class Federated(Strict):
     def sums_only(self) -> bool:
         """Whether sums are all that clients send."""
         return not self.trains and self.generator is None
+
+    @property
+    def stacked(self) -> bool:
+        """Whether sums are of the clients' networks' features: after training, in a second exchange."""
+        return self.sums is not None and self.sums.features.needs.experts
+
+    @property
+    def exchanges(self) -> int:
+        """How often a site receives a broadcast and returns an upload."""
+        return 2 if self.stacked else self.rounds
 
     @property
     def secure(self) -> bool:

@@ -132,7 +132,7 @@ def _upload(raw: bytes, site: SiteFile) -> bytes:
         load_plugin(module)
     broadcast = Broadcast.unpack(raw)
     recipe, masker = broadcast.recipe, None
-    if recipe.secure:
+    if broadcast.masked:
         roster, digest, context = broadcast.roster, broadcast.digest, broadcast.context
         masker = key_agreement.masker_of(site.name, site.folder, roster, digest, context)
     folder = site.folder / hashlib.sha256(raw).hexdigest()[:16] if site.folder else None
@@ -151,15 +151,16 @@ def _upload(raw: bytes, site: SiteFile) -> bytes:
             if not blob.is_whole(state, "state"):
                 state.unlink(missing_ok=True)
     images, validation = _images(broadcast, site)
-    suffix = f", round {broadcast.round} of {recipe.rounds}" if recipe.rounds > 1 else ""
-    log.info("%s of %s%s: %d images, %d epochs", site.name, recipe.method, suffix, len(images), recipe.round_epochs)
+    suffix = f", round {broadcast.round} of {recipe.exchanges}" if recipe.exchanges > 1 else ""
+    epochs = broadcast.last_epoch - broadcast.first_epoch
+    log.info("%s of %s%s: %d images, %d epochs", site.name, recipe.method, suffix, len(images), epochs)
     local_site = Site(site.name, images, folder, site.local, validation=validation, masker=masker)
     packed = acts.train(broadcast, local_site, emit=_log_event).pack()
     if folder:
         write_durably(upload_file, packed)
         for state in states:
             state.unlink(missing_ok=True)
-        if recipe.rounds > 1:
+        if recipe.exchanges > 1:
             _remove_earlier_rounds(folder, broadcast)
     return packed
 

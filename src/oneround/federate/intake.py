@@ -134,7 +134,7 @@ class UploadIntake:
 
     @property
     def last_round(self) -> bool:
-        return self.broadcast.round == self.recipe.rounds
+        return self.broadcast.round == self.recipe.exchanges
 
     @property
     def waited(self) -> float:

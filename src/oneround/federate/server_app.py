@@ -156,7 +156,7 @@ class FlowerSites:
         if len(reasons) > MOST_REASONS:
             reasons[MOST_REASONS:] = [f"{len(reasons) - MOST_REASONS} more"]
         again = f"put that right and repeat the command with --out {self.folder.path}"
-        if self.intake.received and not self.plan.recipe.secure:
+        if self.intake.received and not self.intake.broadcast.masked:
             again += f", or fuse what is here with oneround fuse {self.folder.path}"
         return Ending(f"no site was left to wait for ({'; '.join(reasons)})", again)
 

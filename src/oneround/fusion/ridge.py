@@ -20,6 +20,7 @@ from oneround.config.recipe import Federated
 from oneround.config.sections import Positive
 from oneround.fusion.base import Rule, SavedModel, rules
 from oneround.models import Inference
+from oneround.models.features import Constants
 from oneround.models.linear import Linear
 from oneround.privacy.masks import Masked, add_up
 from oneround.protocol.messages import Broadcast, Upload, UploadFolder, strip_prefix
@@ -57,11 +58,22 @@ class Ridge(Rule):
         self, solution: Solution, counts: Tensor, broadcast: Broadcast, session: ScoringSession | None = None
     ) -> Linear:
         """The classifier of a solution, on the CPU."""
+        constants = constants_of(broadcast.recipe, broadcast.shape, broadcast.extras)
+        return self.classifier(solution, counts, constants, broadcast, session)
+
+    def classifier(
+        self,
+        solution: Solution,
+        counts: Tensor,
+        constants: Constants,
+        broadcast: Broadcast,
+        session: ScoringSession | None = None,
+    ) -> Linear:
+        """The classifier of a solution on the features that these constants make."""
         sharpness = 1 / max(solution.noise, 1e-6)
         bias = solution.bias * sharpness
         if self.priors == "uniform":
             bias = bias - torch.where(counts > 0, counts, counts.max()).log()  # a class without images is not raised
-        constants = constants_of(broadcast.recipe, broadcast.shape, broadcast.extras)
         features = features_of(broadcast.recipe, broadcast.shape, constants)
         solved = {"centre": solution.centre, "weights": solution.weights * sharpness, "bias": bias}
         solved = {name: value.float().contiguous() for name, value in solved.items()}
@@ -98,7 +110,7 @@ def total_sums(uploads: Sequence[Upload], broadcast: Broadcast, device: torch.de
     """The clients' sums, added one after another: at most two of them are in memory."""
     size, classes = broadcast.sums["cross"][0]
     where = float64_device(device)
-    if broadcast.recipe.secure:
+    if broadcast.masked:
         masked = (Masked(upload.client, upload.roster, upload.context, upload.sums) for upload in uploads)
         return rescale(add_up(masked), broadcast.extras, back=True).to(where)
     total = Moments.zero(size, classes, where)

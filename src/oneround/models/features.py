@@ -7,14 +7,15 @@ Constants that follow from a seed are made at every site; others travel in the B
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from oneround.config.parts import In, Part, Slot
+from oneround.config.parts import In, Needs, Part, Slot
 from oneround.data.images import Shape as Shape
 from oneround.errors import RecipeError
 from oneround.models.encoders import Encoder, encoders
@@ -57,7 +58,7 @@ class FeaturesPart(Part):
         return self
 
     def size_for(self, shape: Shape) -> int:
-        """Number of features of an image of that shape."""
+        """Number of features of an image of that shape; without those of experts."""
         raise NotImplementedError
 
     def bytes_down(self, shape: Shape) -> int:
@@ -111,6 +112,86 @@ class FrozenFeatures(Features):
     def forward(self, images: Tensor) -> Tensor:
         outputs: Tensor = self.encoder(images)
         return outputs
+
+
+class StackedFeatures(Features):
+    """Unit features of several networks, one after another, and other features after them."""
+
+    def __init__(self, networks: Sequence[Encoder], beside: Features | None) -> None:
+        super().__init__()
+        self.networks, self.beside = nn.ModuleList(networks), beside
+        self.blocks = [*(each.features for each in networks), *([beside.size] if beside else [])]
+        """Number of features of each network, and of those beside them."""
+        self.size = sum(self.blocks)
+
+    @property
+    def batch_size(self) -> int:
+        return self.beside.batch_size if self.beside else super().batch_size
+
+    def forward(self, images: Tensor) -> Tensor:
+        parts = [F.normalize(network(images), dim=1) for network in self.networks]
+        return torch.cat([*parts, self.beside(images)] if self.beside else parts, 1)
+
+
+EXPERT = "expert."
+"""What names of an expert's constants begin with; its number follows."""
+
+
+@features.register("experts")
+class ExpertFeatures(FeaturesPart):
+    """Unit features of all clients' networks, which the server sends back to the sites in a second exchange."""
+
+    beside: Annotated[Part, In("features")] | None = Field(default="patches", validate_default=True)
+    """Fixed features beside them; null: none."""
+
+    @model_validator(mode="after")
+    def _beside_is_fixed(self) -> ExpertFeatures:
+        if self.beside is not None and self.beside.needs.experts:
+            raise ValueError("beside = experts: are there already; take patches, or null")
+        return self
+
+    @property
+    def _besides(self) -> list[FeaturesPart]:
+        """The features beside the experts', if there are any."""
+        return [] if self.beside is None else [features.of(self.beside)]
+
+    @property
+    def from_seed(self) -> bool:
+        return False
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(experts=True, public=any(each.needs.public for each in self._besides))
+
+    def resolve(self, shape: Shape) -> ExpertFeatures:
+        return self.model_copy(update={"beside": next((each.resolve(shape) for each in self._besides), None)})
+
+    def size_for(self, shape: Shape) -> int:
+        return sum(each.size_for(shape) for each in self._besides)
+
+    def size_with(self, shape: Shape, encoder: Part, experts: int) -> int:
+        """Number of features with so many experts of this architecture."""
+        with torch.device("meta"):
+            return experts * encoders.of(encoder).build(shape[0]).features + self.size_for(shape)
+
+    def bytes_down(self, shape: Shape) -> int:
+        return sum(each.bytes_down(shape) for each in self._besides)
+
+    def make(self, shape: Shape, seed: int, public: Tensor | None) -> Constants:
+        raise RecipeError("sums.features = experts: networks are trained, not made")
+
+    def build_with(self, shape: Shape, encoder: Part, constants: Constants) -> StackedFeatures:
+        """As many networks of this architecture as the constants have, and the features beside them."""
+        networks = []
+        for number in sorted({name.split(".")[1] for name in constants if name.startswith(EXPERT)}):
+            with torch.device("meta"):
+                network = encoders.of(encoder).build(shape[0])
+            start = f"{EXPERT}{number}."
+            own = {name.removeprefix(start): value for name, value in constants.items() if name.startswith(start)}
+            network.load_state_dict(own, assign=True)
+            networks.append(network.eval().requires_grad_(False))
+        others = {name: value for name, value in constants.items() if not name.startswith(EXPERT)}
+        return StackedFeatures(networks, next((each.build(shape, others) for each in self._besides), None))
 
 
 @features.register("encoder")

@@ -18,12 +18,11 @@ from torch import Tensor
 from oneround.config.load import parse_federated
 from oneround.config.recipe import Federated, digest_of
 from oneround.errors import ProtocolError, refused
-from oneround.models.features import features
 from oneround.models.prototype import Layout
 from oneround.protocol import blob
 from oneround.protocol.encoding import bytes_of, decode, encode, encoded_layout, layout_of
 from oneround.protocol.validate import check_history, check_masks, check_sums, check_weights, counts_of
-from oneround.sums import sums_layout
+from oneround.sums import size_of, sums_layout
 
 History = list[dict[str, Any]]
 SLACK = 16 * 2**20  # bytes for an upload's manifest, history and header, beside its tensors
@@ -49,6 +48,8 @@ class Broadcast:
     """The generator's initial parameters; empty where none is trained."""
     depths: dict[str, int] = field(default_factory=dict)
     """Where the server chose a split before training: the clients with the number of blocks that each shares."""
+    experts: tuple[str, ...] = ()
+    """In a second exchange: the clients whose networks are in the extras, in the order of their features."""
     digest: str = ""
     """SHA-256 of the recipe's federated half as first written; every upload must carry it.
 
@@ -67,7 +68,12 @@ class Broadcast:
     @property
     def last_epoch(self) -> int:
         """Number of local epochs completed when this round ends."""
-        return self.round * self.recipe.round_epochs
+        return self.first_epoch + (1 if self.experts else self.recipe.round_epochs)
+
+    @property
+    def masked(self) -> bool:
+        """Whether uploads that answer it are under masks."""
+        return self.recipe.secure and bool(self.sums)
 
     @property
     def classes(self) -> int:
@@ -86,9 +92,9 @@ class Broadcast:
     @cached_property
     def sums(self) -> Layout:
         """Names, shapes and types of the sums every upload must carry."""
-        if self.recipe.sums is None:
+        if self.recipe.sums is None or (self.recipe.stacked and not self.experts):
             return {}
-        return sums_layout(self.recipe, features.of(self.recipe.sums.features).size_for(self.shape), self.classes)
+        return sums_layout(self.recipe, size_of(self.recipe, self.shape, len(self.experts)), self.classes)
 
     @cached_property
     def context(self) -> str:
@@ -106,6 +112,8 @@ class Broadcast:
         }
         if self.depths:
             manifest["depths"] = dict(sorted(self.depths.items()))
+        if self.experts:
+            manifest["experts"] = list(self.experts)
         return blob.pack("broadcast", prefixed(**self.networks, extras=self.extras), manifest)
 
     @staticmethod
@@ -129,8 +137,8 @@ class Broadcast:
     def _from(manifest: blob.Manifest, tensors: dict[str, Tensor], where: str) -> Broadcast:
         try:
             recipe, number, roster = parse_federated(manifest["recipe"]), manifest["round"], manifest.get("roster", [])
-            if not 1 <= number <= recipe.rounds:
-                raise ValueError(f"round {number} of {recipe.rounds}")
+            if not 1 <= number <= recipe.exchanges:
+                raise ValueError(f"round {number} of {recipe.exchanges}")
             if len(dict(roster)) != len(roster):
                 raise ValueError("a name stands twice in the roster")
             digest = manifest.get("recipe_digest") or digest_of(manifest["recipe"])
@@ -147,6 +155,7 @@ class Broadcast:
             round=number,
             roster=dict(roster),
             depths=manifest.get("depths", {}),
+            experts=tuple(manifest.get("experts", ())),
             digest=digest,
         )
 
@@ -266,7 +275,7 @@ class Upload:
                 f"it answers another recipe ({manifest['recipe_digest'][:12]}…, expected {broadcast.digest[:12]}…)",
             )
         tensors = _decoded(tensors, broadcast, statistics, where)
-        masked = broadcast.recipe.secure
+        masked = broadcast.masked
         counts = [] if masked else counts_of(manifest, tensors.get("sums.counts"), broadcast, where)
         groups = split_by_prefix(tensors, "weights", "generator", "statistics", "sums")
         check_weights(groups["weights"], where)

@@ -99,6 +99,7 @@ class BroadcastManifest(Manifest):
     round: Int
     roster: list[Annotated[list[Short], Field(min_length=2, max_length=2)]] = []
     depths: dict[Short, Int] = {}
+    experts: list[Short] = []
 
 
 class StateManifest(Manifest):

@@ -144,7 +144,7 @@ class RunFolder:
             if lost:
                 log.warning("%s/uploads: missing and left out: %s", self.path, ", ".join(lost))
         names = [path.stem for path in paths]
-        if broadcast.recipe.secure and (without or late):
+        if broadcast.masked and (without or late):
             option = f"--without {without[0]}" if without else f"--with {late[0]}"
             raise ProtocolError(
                 f"{option}: these sums are under masks (sums.secure), which cancel only in the sum over all sites that masked together"

@@ -66,8 +66,15 @@ class RunWriter:
         """The rule that makes the model."""
         events = list(folder.metrics)
         curves = Measurements.of(events).curves
-        self.done = set.intersection(*(set(curves.get(rule, {})) for rule in rules))
-        """Epochs whose snapshot is complete in the log."""
+        of_sums = [name for name, rule in rules.items() if rule.needs.experts]
+        groups = [of_sums, [name for name in rules if name not in of_sums]]
+        self.done = {
+            epoch
+            for group in groups
+            if group
+            for epoch in set.intersection(*(set(curves.get(rule, {})) for rule in group))
+        }
+        """Epochs whose snapshot is complete in the log: with all rules, or with those of its exchange."""
         last = max([epochs_over, *self.done])
         complete = [event for event in events if event["epoch"] <= last]
         if folder.metrics.path.is_file():

@@ -133,7 +133,7 @@ def _check_broadcast(plan: Plan, folder: RunFolder, emit: Emit) -> None:
         log.warning("%s: belongs to another recipe; prepared again", folder.broadcast)
     except (ProtocolError, RecipeError) as error:
         log.warning("%s; prepared again", error)
-    if plan.recipe.rounds > 1 and list(folder.metrics):
+    if plan.recipe.exchanges > 1 and list(folder.metrics):
         raise RunError(
             f"{folder.broadcast}: damaged, and earlier rounds' weights were in it; start over with another --out"
         )
@@ -194,7 +194,10 @@ class ServerLoop:
                 before = max((earlier for earlier in self.epochs if earlier < epoch), default=0)
                 logged = self.writer.snapshot(snapshot, range(before + 1, epoch + 1), self.site)
             self._report(snapshot, broadcast, logged)
-            if ends_round and self.plan.recipe.rounds > 1:
+            if ends_round and self.plan.recipe.stacked and epoch != self.epochs[-1]:
+                acts.stack(snapshot.uploads, broadcast, self.site).write(self.folder.broadcast)
+                broadcast = self._begin_round()
+            elif ends_round and self.plan.recipe.rounds > 1:
                 model = self.writer.round_model(broadcast.round, snapshot, self.site)
                 if epoch != self.epochs[-1]:
                     with self.site.arithmetic(broadcast.parameters):
@@ -207,7 +210,7 @@ class ServerLoop:
     def _begin_round(self) -> Broadcast:
         """Read the broadcast of the current round and remove the uploads of the round before."""
         broadcast = Broadcast.read(self.folder.broadcast)
-        if broadcast.recipe.secure and not broadcast.roster:
+        if broadcast.masked and not broadcast.roster:
             self.transport.agree(broadcast).write(self.folder.broadcast)
             broadcast = Broadcast.read(self.folder.broadcast)
         share = broadcast.recipe.share
@@ -233,7 +236,7 @@ class ServerLoop:
             except SERVER_ERRORS:
                 raise
             except Exception as error:
-                if self.transport.trusted or broadcast.recipe.secure:
+                if self.transport.trusted or broadcast.masked:
                     raise
                 log.warning("fusing failed (%s); looking for the upload that is to blame", in_one_line(error))
                 culprits = find_culprits(uploads, lambda some: self._score(some, epoch))
@@ -263,20 +266,22 @@ class ServerLoop:
         started, broadcast, site = time.monotonic(), uploads.broadcast, self.site
         self.emit({"event": "scoring", "epoch": epoch})
         scores, rules, test = Scores({}, {}, {}, {}), self.writer.rules, self.plan.data.test
+        if broadcast.recipe.stacked:  # some rules need the networks, some the sums that come after them
+            rules = {name: rule for name, rule in rules.items() if not acts.missing_inputs(rule, broadcast)}
         models: dict[str, GlobalModel] = {}
         with site.arithmetic(broadcast.parameters):
             if len(test):
                 batch = broadcast.recipe.evaluation.transductive
                 scores = score_uploads(rules, uploads, broadcast, test, site, models, site.validation, batch)
-            if not self.transport.trusted:
-                first = self.writer.first
+            if rules and not self.transport.trusted:
+                first = next(iter(rules))
                 model = models.get(first) or acts.fuse(uploads, broadcast, site, rules[first])
                 model.check_finite()
         return Snapshot(epoch, uploads, scores, models, time.monotonic() - started)
 
     def _report(self, snapshot: Snapshot, broadcast: Broadcast, logged: list[dict[str, Any]]) -> None:
         """Emit a snapshot with a summary and its events in the log, so that no callback has to read the log."""
-        rounds, scores = self.plan.recipe.rounds, snapshot.scores
+        rounds, scores = self.plan.recipe.exchanges, snapshot.scores
         when = f"round {broadcast.round} of {rounds}" if rounds > 1 else f"epoch {snapshot.epoch}"
         accuracy = {name: score.accuracy for name, score in scores.rules.items()}
         left = sum(epoch > snapshot.epoch for epoch in self.epochs)

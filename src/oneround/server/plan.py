@@ -18,12 +18,11 @@ from oneround.data import Dataset, Images, Split, datasets, partitions
 from oneround.data.partition import add_label_noise
 from oneround.errors import RecipeError
 from oneround.formatting import format_bytes
-from oneround.models.features import features
 from oneround.protocol import Broadcast, UploadFolder
 from oneround.runs.environment import device_name
 from oneround.runs.folder import client_name
 from oneround.site import Site, choose_device, num_workers, threads_per_client
-from oneround.sums import steps_of
+from oneround.sums import size_of, steps_of
 from oneround.training import Emit, silent
 from oneround.training.batches import steps_per_epoch
 
@@ -75,12 +74,13 @@ class Plan:
             return self.round_ends
         if isinstance(chosen, int):
             chosen = list(range(chosen, epochs, chosen)) if chosen else []
-        return sorted({*chosen, epochs})
+        return sorted({*chosen, *self.round_ends})
 
     @property
     def round_ends(self) -> list[int]:
-        """Epochs after which a round is over."""
-        return [self.recipe.round_epochs * number for number in range(1, self.recipe.rounds + 1)]
+        """Epochs after which a round is over; a second exchange is one pass over the images."""
+        ends = [self.recipe.round_epochs * number for number in range(1, self.recipe.rounds + 1)]
+        return [*ends, ends[-1] + 1] if self.recipe.stacked else ends
 
     def prepare(self, emit: Emit = silent) -> Broadcast:
         """The first act: the broadcast of the first round."""
@@ -156,7 +156,10 @@ class DealtPlan(Plan):
                 f"sums.secure: only one client of {resolved.partition.label}, seed {resolved.seeds.partition}, has samples, and masks need two; "
                 "choose another partition.kind, alpha or seed"
             )
-        return DealtPlan(resolved, data, split, acts.traffic(resolved, data.classes, data.shape, len(split.public)))
+        clients = sum(size > 0 for size in split.sizes)
+        return DealtPlan(
+            resolved, data, split, acts.traffic(resolved, data.classes, data.shape, len(split.public), clients)
+        )
 
     @property
     def num_sites(self) -> int:
@@ -199,13 +202,14 @@ class DealtPlan(Plan):
         """Training steps in one round of a client with that many samples."""
         recipe = self.recipe
         trainings = [recipe.training] * recipe.trains + ([recipe.generator.batching] if recipe.generator else [])
-        return sum(each.epochs * steps_per_epoch(samples, each) for each in trainings) or steps_of(samples)
+        passed = steps_of(samples) if recipe.sums_only or recipe.stacked else 0
+        return sum(each.epochs * steps_per_epoch(samples, each) for each in trainings) + passed
 
     def remarks(self) -> list[str]:
         remarks = self.split.remarks()
         if self.recipe.sums is not None and self.recipe.sums.rank is not None:
             exact = change(self.recipe, {"sums.rank": None})
-            whole = acts.traffic(exact, self.data.classes, self.data.shape, len(self.split.public))
+            whole = acts.traffic(exact, self.data.classes, self.data.shape, len(self.split.public), len(self.clients))
             if whole.up <= self.traffic.up:
                 remarks.append(
                     f"sums.rank = {self.recipe.sums.rank} makes uploads no smaller: {format_bytes(self.traffic.up)}, where all "
@@ -258,8 +262,10 @@ class DealtPlan(Plan):
         recipe = self.recipe
         summed = ""
         if recipe.sums is not None:
-            size = features.of(recipe.sums.features).size_for(self.data.shape)
-            summed = f"sums of {size:,} fixed features ({recipe.sums.features.label}), one pass"
+            size = size_of(recipe, self.data.shape, len(self.clients))
+            kind = "features, the networks' among them" if recipe.stacked else "fixed features"
+            second = " in a second exchange" if recipe.stacked else ""
+            summed = f"sums of {size:,} {kind} ({recipe.sums.features.label}), one pass{second}"
         if recipe.sums_only:
             return f"{summed}, nothing is trained"
         rounds = f"{recipe.rounds} rounds of " if recipe.rounds > 1 else ""

@@ -92,7 +92,7 @@ def run(
             remarks = [*plan.remarks(), *simulation_remarks(plan, batched)]
             notes = [f"  note: {remark}" for remark in remarks]
             lines = [*plan.lines(batched), *notes]
-            emit({"event": "plan", "lines": lines, "steps": plan.steps, "epochs": plan.recipe.epochs})
+            emit({"event": "plan", "lines": lines, "steps": plan.steps, "epochs": plan.round_ends[-1]})
             if not finished:
                 for remark in remarks:
                     log.warning(remark)
@@ -179,7 +179,7 @@ class SimulatedClients:
     def collect(self, broadcast: Broadcast, epoch: int) -> list[str]:
         """Train this round's participants to the end of `epoch`; one epoch at a time if they need each other's prototypes."""
         names = self.plan.participants(broadcast.round)
-        if self.plan.needs_other_clients:
+        if self.plan.needs_other_clients and broadcast.weights:
             self._catch_up()
             first = max([broadcast.first_epoch, *self.spreads])
             for shared_epoch in range(first + 1, epoch + 1):
@@ -239,10 +239,10 @@ class SimulatedClients:
                 reached[name] = min(epochs)
         return reached
 
-    def _groups(self, names: Sequence[str], participants: Sequence[str]) -> list[Members]:
+    def _groups(self, names: Sequence[str], epoch: int, participants: Sequence[str]) -> list[Members]:
         """Clients in the order they train: the groups of a round's participants, or each of `names` alone."""
         sizes = self.plan.sizes
-        if self.batched:
+        if self.batched and epoch <= self.plan.recipe.epochs:
             return groups(self.plan.recipe, self.plan.data.shape, {name: sizes[name] for name in participants})
         return [Members([name], 1) for name in sorted(names, key=lambda name: -sizes[name])]
 
@@ -273,7 +273,7 @@ class SimulatedClients:
 
         futures: list[Trained] = []
         due = set(names)
-        for members in self._groups(names, participants):
+        for members in self._groups(names, epoch, participants):
             behind = {slot: job(name) for slot, name in enumerate(members.names) if name in due}
             if not behind:
                 continue

@@ -99,7 +99,7 @@ class Worker:
             consensus=job.consensus,
             deadline=self.deadline,
             validation=None if validation is None or len(validation) == 0 else self.data.take(validation),
-            masker=simulated_masker(job.client, broadcast.roster, recipe.seeds.training) if recipe.secure else None,
+            masker=simulated_masker(job.client, broadcast.roster, recipe.seeds.training) if broadcast.masked else None,
         )
 
     def _read(self, path: Path) -> Broadcast:

@@ -8,6 +8,8 @@ from oneround.sums.features import (
     feature_extras,
     features_of,
     rescale,
+    size_of,
+    stacked_extras,
 )
 from oneround.sums.gather import gather, steps_of
 from oneround.sums.moments import Moments, check_memory, packed, sums_layout, unpacked
@@ -26,7 +28,9 @@ __all__ = [
     "gather",
     "packed",
     "rescale",
+    "size_of",
     "solve",
+    "stacked_extras",
     "steps_of",
     "sums_layout",
     "unpacked",

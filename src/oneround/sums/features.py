@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -13,7 +13,16 @@ from oneround.config.recipe import Federated
 from oneround.data.images import Shape
 from oneround.errors import ProtocolError
 from oneround.models.dead_leaves import dead_leaves
-from oneround.models.features import Constants, Features, FeaturesPart, Symmetric, checksum, features
+from oneround.models.features import (
+    EXPERT,
+    Constants,
+    ExpertFeatures,
+    Features,
+    FeaturesPart,
+    Symmetric,
+    checksum,
+    features,
+)
 from oneround.sums.moments import Moments
 
 CHECK = "features.check"
@@ -28,9 +37,35 @@ def feature_extras(part: FeaturesPart, constants: Constants) -> dict[str, Tensor
     return {f"features.{name}": value for name, value in constants.items()}
 
 
+def size_of(recipe: Federated, shape: Shape, experts: int) -> int:
+    """Number of the recipe's features, with so many experts where it stacks them."""
+    part = features.of(recipe.summed.features)
+    if isinstance(part, ExpertFeatures):
+        return part.size_with(shape, recipe.encoder, experts)
+    return part.size_for(shape)
+
+
+def stacked_extras(experts: Sequence[Mapping[str, Tensor]], beside: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The second broadcast's extras: experts' encoders, by number, and the extras of the features beside them."""
+    named = {
+        f"features.{EXPERT}{number:04d}.{name}": value
+        for number, encoder in enumerate(experts)
+        for name, value in encoder.items()
+    }
+    return named | dict(beside)
+
+
 def constants_of(recipe: Federated, shape: Shape, extras: Mapping[str, Tensor]) -> Constants:
     """The features' constants, at a site that received these extras."""
-    part = features.of(recipe.summed.features)
+    return _constants_of(features.of(recipe.summed.features), recipe, shape, extras)
+
+
+def _constants_of(part: FeaturesPart, recipe: Federated, shape: Shape, extras: Mapping[str, Tensor]) -> Constants:
+    if isinstance(part, ExpertFeatures) and part.beside is not None:
+        experts = {name: value for name, value in extras.items() if name.startswith(f"features.{EXPERT}")}
+        others = {name: value for name, value in extras.items() if name not in experts}
+        sent = {name.removeprefix("features."): value for name, value in experts.items()}
+        return sent | _constants_of(features.of(part.beside), recipe, shape, others)
     if not part.from_seed:
         return {name.removeprefix("features."): value for name, value in extras.items() if name.startswith("features.")}
     made = constants_from_seed(part, shape, recipe.seeds.initialisation)
@@ -44,7 +79,12 @@ def constants_of(recipe: Federated, shape: Shape, extras: Mapping[str, Tensor]) 
 
 def features_of(recipe: Federated, shape: Shape, constants: Constants) -> Features:
     """The features' module, averaged over mirror images where the recipe says so."""
-    built = features.of(recipe.summed.features).build(shape, constants).eval().requires_grad_(False)
+    part = features.of(recipe.summed.features)
+    if isinstance(part, ExpertFeatures):
+        built: Features = part.build_with(shape, recipe.encoder, constants)
+    else:
+        built = part.build(shape, constants)
+    built = built.eval().requires_grad_(False)
     return Symmetric(built) if recipe.summed.mirror == "features" else built
 
 

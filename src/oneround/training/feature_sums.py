@@ -21,10 +21,11 @@ def feature_sums(
 ) -> dict[str, Tensor]:
     """The recipe's sums, packed for an upload; empty where it asks for none."""
     recipe = broadcast.recipe
-    if recipe.sums is None:
+    if recipe.sums is None or not broadcast.sums:
         return {}
     assert site.data is not None
-    path = site.folder / "sums" / "kept.safetensors" if site.folder and recipe.epochs > 1 else None
+    often = recipe.epochs > 1 and not recipe.stacked  # with every snapshot
+    path = site.folder / "sums" / "kept.safetensors" if site.folder and often else None
     owner = {"client": site.name, "recipe_digest": broadcast.digest}
     if path is not None:
         with suppress(ProtocolError):  # missing or damaged: sum again
