@@ -78,8 +78,10 @@ def digits() -> Dataset:
     return load_dataset(load("fafi").data)
 
 
-NETWORK_RULES = [kind for kind in sorted(rules.kinds) if not rules.parse(kind).needs.public]
-"""Rules that need uploads and nothing else."""
+NETWORK_RULES = [
+    kind for kind in sorted(rules.kinds) if not (rules.parse(kind).needs.public or rules.parse(kind).needs.experts)
+]
+"""Rules that need uploads of one exchange and nothing else."""
 
 
 def small_recipe(preset: str = "fafi", **changes: Any) -> Recipe:
