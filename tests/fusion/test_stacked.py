@@ -202,6 +202,15 @@ def test_a_run_without_a_client_or_with_one_that_came_late(digits: Dataset, tmp_
     )
 
 
+def test_networks_of_the_first_exchange_can_be_fused_afterwards(digits: Dataset, tmp_path: Path) -> None:
+    result = run(stacked(), tmp_path / "run", data=digits)
+    first = RunFolder(tmp_path / "run").first_exchange
+    uploads = first.uploads()
+    assert len(uploads) == 3 and all(upload.weights for upload in uploads)
+    status, text = oneround("fuse", str(first.path), "--rule", "iffi")
+    assert status == 0 and f"{100 * result.curves['iffi'][1]:.2f}" in text, text
+
+
 def test_the_second_exchange_is_declared_with_what_it_reveals() -> None:
     method = describe("stacked", "resnet18", 10, 0, [("partition.clients", 5)])
     assert method.needs == [

@@ -173,10 +173,10 @@ class Federated(Strict):
                 yield f"fusion: {rule.kind} needs sums of fixed features; add sums: {{}}"
             if rule.needs.generator and self.generator is None:
                 yield f"fusion: {rule.kind} needs generators; add generator: {{}}"
-        if self.generator is not None:
-            yield from self._problems_of_generators()
             if rule.needs.experts and not self.stacked:
                 yield f"fusion: {rule.kind} needs sums of the networks' features; set sums.features: experts (extends: stacked)"
+        if self.generator is not None:
+            yield from self._problems_of_generators()
         if self.stacked:
             yield from self._problems_of_a_second_exchange()
         yield from self._problems_without_public_images()

@@ -54,6 +54,18 @@ class RunFolder:
         """Files of a client's training state."""
         return sorted(self.state(client).glob("*.safetensors"))
 
+    @property
+    def first_exchange(self) -> RunFolder:
+        """Recipe, broadcast and uploads of the first of two exchanges: a folder that `oneround fuse` takes."""
+        return RunFolder(self.path / "first_exchange")
+
+    def keep_first_exchange(self) -> None:
+        """Copy what the second exchange overwrites; the uploads are moved when it begins."""
+        first = self.first_exchange
+        (first.path / "uploads").mkdir(parents=True, exist_ok=True)
+        for own, copy in ((self.broadcast, first.broadcast), (self.recipe, first.recipe)):
+            write_durably(copy, own.read_bytes())
+
     def quarantine(self, sender: str) -> Path:
         """A path for a bad upload, which nothing reads; at most three per sender are kept, the latest."""
         folder = self.path / "quarantine"

@@ -195,7 +195,9 @@ class ServerLoop:
                 logged = self.writer.snapshot(snapshot, range(before + 1, epoch + 1), self.site)
             self._report(snapshot, broadcast, logged)
             if ends_round and self.plan.recipe.stacked and epoch != self.epochs[-1]:
-                acts.stack(snapshot.uploads, broadcast, self.site).write(self.folder.broadcast)
+                second = acts.stack(snapshot.uploads, broadcast, self.site)
+                self.folder.keep_first_exchange()
+                second.write(self.folder.broadcast)
                 broadcast = self._begin_round()
             elif ends_round and self.plan.recipe.rounds > 1:
                 model = self.writer.round_model(broadcast.round, snapshot, self.site)
@@ -208,7 +210,7 @@ class ServerLoop:
         return snapshot
 
     def _begin_round(self) -> Broadcast:
-        """Read the broadcast of the current round and remove the uploads of the round before."""
+        """Read the broadcast of the current round and remove the uploads of the round before; those of a first exchange are kept."""
         broadcast = Broadcast.read(self.folder.broadcast)
         if broadcast.masked and not broadcast.roster:
             self.transport.agree(broadcast).write(self.folder.broadcast)
@@ -221,7 +223,11 @@ class ServerLoop:
         if broadcast.round > 1:
             for path in sorted((self.folder.path / "uploads").glob("*.safetensors")):
                 epoch = Upload.epoch_of(path)
-                if epoch is not None and epoch <= broadcast.first_epoch:
+                if epoch is None or epoch > broadcast.first_epoch:
+                    continue
+                if broadcast.experts:
+                    path.rename(self.folder.first_exchange.upload(path.stem))
+                else:
                     path.unlink()  # the broadcast has the network that it was fused into
         return broadcast
 
