@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,9 @@ from oneround.config.load import change
 from oneround.config.recipe import Local
 from oneround.data import Dataset
 from oneround.errors import Interrupted
+from oneround.protocol import UploadFolder, blob
+from oneround.runs.writer import Snapshot
+from oneround.server.loop import ServerLoop
 from oneround.simulate import lanes, run, workers
 from oneround.simulate.lanes import Closing, Lanes
 from oneround.simulate.workers import WorkerPool
@@ -173,6 +177,65 @@ def test_interrupted_it_is_resumed(
     run(recipe, tmp_path / "stopped", data=digits, resume=True)
     run(change(recipe, {"local.workers": 2}), tmp_path / "whole", data=digits)
     assert final(tmp_path / "stopped") == final(tmp_path / "whole")
+
+
+def when_training_is_ahead(monkeypatch: pytest.MonkeyPatch, then: Callable[[UploadFolder], None]) -> None:
+    """Score the first snapshot only when a client has uploaded for the second; `then` sees the uploads that are scored."""
+    score = ServerLoop._score
+
+    def late(loop: ServerLoop, uploads: UploadFolder, epoch: int) -> Snapshot:
+        if epoch == loop.epochs[0]:
+            until = time.monotonic() + 60
+            while not list((loop.folder.path / "ahead").glob("*.safetensors")):
+                assert time.monotonic() < until, "nobody trains on"
+                time.sleep(0.01)
+            then(uploads)
+        return score(loop, uploads, epoch)
+
+    monkeypatch.setattr(ServerLoop, "_score", late)
+
+
+def test_clients_train_on_while_their_uploads_are_scored(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small_recipe("fafi", training__epochs=3, partition__clients=4, local__workers=1, snapshots=1)
+    run(recipe, tmp_path / "whole", data=digits)
+    train_in_lanes(monkeypatch, 2)
+    scored: list[int] = []
+    when_training_is_ahead(monkeypatch, lambda uploads: scored.extend(upload.epoch for upload in uploads))
+    run(recipe, tmp_path / "run", data=digits)
+    assert scored == [1, 1, 1, 1]
+    assert final(tmp_path / "run") == final(tmp_path / "whole")
+    assert timeless(tmp_path / "run") == timeless(tmp_path / "whole")
+    assert not (tmp_path / "run" / "ahead").exists()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_stopped_while_clients_train_on_it_is_resumed(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    """Also where an upload that was not scored yet is lost, and its client's state is of a later epoch."""
+    recipe = small_recipe("fafi", training__epochs=3, partition__clients=4, local__workers=1, snapshots=1)
+    run(recipe, tmp_path / "whole", data=digits)
+    train_in_lanes(monkeypatch, 2)
+
+    def stop(uploads: UploadFolder) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        when_training_is_ahead(patch, stop)
+        run(recipe, tmp_path / "run", data=digits)
+    states = {
+        path.parent.name: int(blob.peek(path, "state")["epoch"])
+        for path in (tmp_path / "run").glob("clients/*/*.safetensors")
+    }
+    client = next(name for name, epoch in states.items() if epoch > 1)
+    if damaged:
+        path = tmp_path / "run" / "uploads" / f"{client}.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+    run(recipe, tmp_path / "run", data=digits, resume=True)
+    assert final(tmp_path / "run") == final(tmp_path / "whole")
+    assert timeless(tmp_path / "run") == timeless(tmp_path / "whole")
 
 
 SCRIPT = """

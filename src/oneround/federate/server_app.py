@@ -118,6 +118,9 @@ class FlowerSites:
         survey.run()
         return histograms.whole(self._ending(survey))
 
+    def begin(self, broadcast: Broadcast, epoch: int) -> None:
+        """Sites train a round in one go."""
+
     def collect(self, broadcast: Broadcast, epoch: int) -> list[str]:
         if broadcast.context != self.intake.broadcast.context:
             self.intake.begin_round(broadcast)

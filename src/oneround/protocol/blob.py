@@ -231,6 +231,16 @@ def part_checksum(path: Path, kind: str, part: str) -> str:
     return known.parts.get(part, "")
 
 
+def move(path: Path, to: Path, kind: str) -> None:
+    """Put a message that this process has written in the place of another; it need not be checked again."""
+    known = _verified.pop((path, kind), None)
+    before = _version(path)
+    path.replace(to)
+    after = _version(to)  # renaming changes the time of its status
+    if known is not None and known.version == before and after._replace(status_changed=before.status_changed) == before:
+        _verified[to, kind] = known._replace(version=after)
+
+
 class Version(NamedTuple):
     """What changes when a file is replaced."""
 

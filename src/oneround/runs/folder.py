@@ -47,6 +47,10 @@ class RunFolder:
     def upload(self, client: str) -> Path:
         return self.path / "uploads" / f"{client}.safetensors"
 
+    def upload_ahead(self, client: str) -> Path:
+        """Where an upload waits until the one before it is scored."""
+        return self.path / "ahead" / f"{client}.safetensors"
+
     def state(self, client: str) -> Path:
         return self.path / "clients" / client
 

@@ -42,6 +42,7 @@ from oneround.server.plan import DealtPlan, Plan
 from oneround.site import choose_device
 from oneround.training import Emit, silent
 from oneround.training.shared_base import depths_of
+from oneround.training.step import unrecorded
 
 log = logging.getLogger("oneround")
 SERVER_ERRORS = (OSError, MemoryError, torch.OutOfMemoryError, RecipeError, DataError, Interrupted, OutOfTime)
@@ -66,6 +67,9 @@ class Transport(Protocol):
 
     def collect(self, broadcast: Broadcast, epoch: int) -> list[str]:
         """Write this round's uploads at the end of `epoch`, checked, to the run's folder; returns their clients, sorted."""
+
+    def begin(self, broadcast: Broadcast, epoch: int) -> None:
+        """Let clients train on to `epoch`, the next to be collected, while the uploads that were collected are scored."""
 
     def discard(self, client: str) -> None:
         """Drop this client's upload: it cannot be fused."""
@@ -192,7 +196,8 @@ class ServerLoop:
             logged: list[dict[str, Any]] = []
             if epoch not in self.writer.done:
                 before = max((earlier for earlier in self.epochs if earlier < epoch), default=0)
-                logged = self.writer.snapshot(snapshot, range(before + 1, epoch + 1), self.site)
+                with unrecorded:
+                    logged = self.writer.snapshot(snapshot, range(before + 1, epoch + 1), self.site)
             self._report(snapshot, broadcast, logged)
             if ends_round and self.plan.recipe.stacked and epoch != self.epochs[-1]:
                 second = acts.stack(snapshot.uploads, broadcast, self.site)
@@ -235,6 +240,9 @@ class ServerLoop:
         """Collect and score the uploads of an epoch; one that makes fusing fail is dropped, and the others are fused."""
         while True:
             names = self.transport.collect(broadcast, epoch)
+            following = next((later for later in self.epochs if epoch < later <= broadcast.last_epoch), None)
+            if following is not None:
+                self.transport.begin(broadcast, following)
             paths = [self.folder.upload(name) for name in names]
             uploads = UploadFolder(paths, broadcast, acts.statistics_of(broadcast), self._known_sums)
             try:
@@ -275,7 +283,7 @@ class ServerLoop:
         if broadcast.recipe.stacked:  # some rules need the networks, some the sums that come after them
             rules = {name: rule for name, rule in rules.items() if not acts.missing_inputs(rule, broadcast)}
         models: dict[str, GlobalModel] = {}
-        with site.arithmetic(broadcast.parameters):
+        with unrecorded, site.arithmetic(broadcast.parameters):  # clients may train on beside it
             if len(test):
                 batch = broadcast.recipe.evaluation.transductive
                 scores = score_uploads(rules, uploads, broadcast, test, site, models, site.validation, batch)

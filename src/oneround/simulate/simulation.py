@@ -17,7 +17,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,7 +118,8 @@ def run(
                 f"{run_folder.path}: a training process died (out of memory?); continue with {run_folder.resume_command}, "
                 "perhaps with --set local.workers=1"
             ) from None
-        shutil.rmtree(run_folder.path / "clients", ignore_errors=True)
+        for name in ("clients", "ahead"):
+            shutil.rmtree(run_folder.path / name, ignore_errors=True)
         return result
 
 
@@ -154,6 +155,9 @@ class SimulatedClients:
         """Epoch → spread of the clients' prototypes after it, if a schedule needs it."""
         self.reached = self._reached()
         """Client → epoch of its upload."""
+        self._begun: Begun | None = None
+        # Uploads that a kill left there: their clients go on from their states.
+        shutil.rmtree(folder.path / "ahead", ignore_errors=True)
 
     def agree(self, broadcast: Broadcast) -> Broadcast:
         """A simulation has no keys: the roster has names only."""
@@ -191,6 +195,19 @@ class SimulatedClients:
                 self.folder.write_spreads(self.spreads)
         self._train_to(broadcast, names, epoch)
         return names
+
+    def begin(self, broadcast: Broadcast, epoch: int) -> None:
+        """Let clients train on, on a GPU, whose lanes would have nothing to do; their uploads are put in place when they are collected."""
+        names = self.plan.participants(broadcast.round)
+        going_on = isinstance(self.pool, WorkerPool) and self.pool.goes_on and not self.pool.out_of_time
+        if going_on and not self.plan.needs_other_clients:
+            behind = [name for name in names if self.reached[name] != epoch]
+            self._begun = Begun(epoch, behind, self._submit(behind, epoch, names, ahead=True))
+
+    def _put_in_place(self, done: Future[Any]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            for name in _names(done):
+                blob.move(self.folder.upload_ahead(name), self.folder.upload(name), "upload")
 
     def _paths(self, names: Sequence[str]) -> list[Path]:
         return [self.folder.upload(name) for name in names]
@@ -251,23 +268,41 @@ class SimulatedClients:
 
         Uploads at the end of a round are on disk afterwards, whatever happens to the machine.
         """
+        begun, self._begun = self._begun, None
         with BackgroundFlush() as flush:
-            self._wait(self._submit(names, epoch, participants, flush), names, epoch, flush)
+            if begun is None:
+                self._drop_states_after(names, epoch)
+                self._wait(self._submit(names, epoch, participants, flush), names, epoch, flush)
+            else:
+                assert (begun.epoch, begun.names) == (epoch, list(names)), "what is begun is collected next"
+                self._wait(begun.futures, names, epoch, flush, ahead=True)
         self.reached |= dict.fromkeys(names, epoch)
 
+    def _drop_states_after(self, names: Sequence[str], epoch: int) -> None:
+        """Remove states of later epochs: a client whose upload is lost while it was already training on has to train again."""
+        for name in names:
+            for path in self.folder.states(name) if self.reached[name] is None else ():
+                if int(blob.peek(path, "state")["epoch"]) > epoch:
+                    path.unlink()
+
     def _submit(
-        self, names: Sequence[str], epoch: int, participants: Sequence[str], flush: BackgroundFlush
+        self,
+        names: Sequence[str],
+        epoch: int,
+        participants: Sequence[str],
+        flush: BackgroundFlush | None = None,
+        ahead: bool = False,
     ) -> list[Trained]:
-        """Give the clients to the pool; the futures have the names of those who have uploaded."""
+        """Give the clients to the pool; the futures have the names of those who have uploaded. `ahead`: beside the uploads before."""
         clients, split, local = self.plan.clients, self.plan.split, self.plan.recipe.local
         agreement = consensus(self.spreads, epoch - 1)
 
         def job(name: str) -> TrainJob:
             samples, validation = split.clients[clients[name]], split.client_validation[clients[name]]
-            return TrainJob(name, samples, self.folder, epoch, local, agreement, validation)
+            return TrainJob(name, samples, self.folder, epoch, local, agreement, validation, ahead)
 
         def flush_uploads(done: Trained) -> None:
-            if not done.cancelled() and done.exception() is None:
+            if flush is not None and not done.cancelled() and done.exception() is None:
                 for name in _names(done):
                     flush.add(self.folder.upload(name))
 
@@ -288,11 +323,20 @@ class SimulatedClients:
                 futures[-1].add_done_callback(flush_uploads)
         return futures
 
-    def _wait(self, futures: Sequence[Trained], names: Sequence[str], epoch: int, flush: BackgroundFlush) -> None:
-        """Wait for the uploads; OutOfTime if some are missing."""
+    def _wait(
+        self,
+        futures: Sequence[Trained],
+        names: Sequence[str],
+        epoch: int,
+        flush: BackgroundFlush,
+        ahead: bool = False,
+    ) -> None:
+        """Wait for the uploads; OutOfTime if some are missing. `ahead`: they are not in their place yet."""
         arrived = 0
         out_of_time: OutOfTime | None = None
         for done in as_completed(futures):
+            if ahead:
+                self._put_in_place(done)
             try:
                 uploaded = _names(done)
                 for name in uploaded:
@@ -312,6 +356,14 @@ class SimulatedClients:
             raise OutOfTime(
                 f"{self.folder.path}: stopped before epoch {epoch} was scored, the time is over; resume to go on"
             )
+
+
+class Begun(NamedTuple):
+    """Clients that train on while the uploads before are scored."""
+
+    epoch: int
+    names: list[str]
+    futures: list[Trained]
 
 
 def _names(done: Future[Any]) -> list[str]:

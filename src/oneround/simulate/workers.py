@@ -49,6 +49,8 @@ class TrainJob:
     """Spread of the clients' prototypes relative to the first epoch."""
     validation: NDArray[np.int64] | None = None
     """Indices of the samples that it holds back for validation."""
+    ahead: bool = False
+    """Whether its upload has to wait until the one before it is scored."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ class Worker:
 
 
 def _write(upload: Upload, job: TrainJob) -> str:
-    upload.write(job.folder.upload(job.client), flush=False)  # `SimulatedClients` flushes those of the last epoch
+    path = job.folder.upload_ahead(job.client) if job.ahead else job.folder.upload(job.client)
+    upload.write(path, flush=False)  # `SimulatedClients` flushes those of the last epoch
     return job.client
 
 
@@ -148,6 +151,11 @@ class WorkerPool:
         """Wait until the states of idle clients are on disk."""
         if self._idle:
             self._idle.settle()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether clients train on while this thread does something else, on a device that has room for both."""
+        return self._lanes is not None
 
     @property
     def out_of_time(self) -> bool:
