@@ -203,7 +203,15 @@ def test_clients_train_on_while_their_uploads_are_scored(
     train_in_lanes(monkeypatch, 2)
     scored: list[int] = []
     when_training_is_ahead(monkeypatch, lambda uploads: scored.extend(upload.epoch for upload in uploads))
-    run(recipe, tmp_path / "run", data=digits)
+    inside: list[str] = []
+
+    def emit(event: dict[str, Any]) -> None:
+        assert not inside, "a callback need not be made for several threads"
+        inside.append(event["event"])
+        time.sleep(0.002)
+        inside.clear()
+
+    run(recipe, tmp_path / "run", data=digits, emit=emit)
     assert scored == [1, 1, 1, 1]
     assert final(tmp_path / "run") == final(tmp_path / "whole")
     assert timeless(tmp_path / "run") == timeless(tmp_path / "whole")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -71,7 +72,7 @@ def run(
         )
     if ray_gpus is not None and ray is None:
         raise RecipeError(f"--ray-gpus {ray_gpus:g}: only with --ray, the address of the cluster")
-    emit = partial(_log_trouble, emit)
+    emit = _one_at_a_time(partial(_log_trouble, emit))
     data = data or load_dataset(recipe.data, recipe.local.data_path)
     plan = DealtPlan.of(recipe, data)
     local, parameters, clients = plan.recipe.local, plan.traffic.parameters, len(plan.clients)
@@ -370,6 +371,17 @@ def _names(done: Future[Any]) -> list[str]:
     """The clients whose uploads have arrived."""
     trained = done.result()
     return [trained] if isinstance(trained, str) else trained
+
+
+def _one_at_a_time(emit: Emit) -> Emit:
+    """For callbacks that are not made for several threads: clients may train on while their uploads are scored."""
+    lock = threading.RLock()
+
+    def locked(event: dict[str, Any]) -> None:
+        with lock:
+            emit(event)
+
+    return locked
 
 
 def _log_trouble(emit: Emit, event: dict[str, Any]) -> None:
