@@ -159,7 +159,9 @@ def test_a_saved_model_and_networks_with_nothing_beside_them(digits: Dataset, tm
 def test_two_exchanges_undisturbed_killed_and_federated_are_the_same(
     digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masked: bool
 ) -> None:
-    recipe = stacked(training__epochs=2, snapshots=1, local__checkpoint_seconds=0.0, **(SECURE if masked else {}))
+    recipe = stacked(
+        training__epochs=2, snapshots=1, local__checkpoint_seconds=0.0, deadline=60.0, **(SECURE if masked else {})
+    )
     result = run(recipe, tmp_path / "whole", data=digits)
     assert {name: sorted(curve) for name, curve in result.curves.items()} == {"stacked": [3], "iffi": [1, 2]}
     if not masked:
@@ -177,6 +179,8 @@ def test_two_exchanges_undisturbed_killed_and_federated_are_the_same(
         (tmp_path / name / "site.yaml").write_text(f"name: {name}\nshare: {number}\nfolder: {tmp_path / name}\n")
         files[10 + number] = {"site": str(tmp_path / name / "site.yaml")}
     serve(InProcess(files if masked else SHARES), recipe, tmp_path / "federated", NOW)
+    for folder in (tmp_path / "whole", tmp_path / "federated"):
+        assert RunFolder(folder).uploads().broadcast.experts == ("client_000", "client_001", "client_002")
     mine, theirs = (final(tmp_path / name) for name in ("whole", "federated"))
     assert mine["rules"] == theirs["rules"]
     if not masked:  # masks differ: keys are drawn anew
