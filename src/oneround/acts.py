@@ -320,6 +320,8 @@ def _sum_only(broadcast: Broadcast, site: Site, emit: Emit) -> Upload:
     if not site.data:
         raise RunError(f"{site.name}: no data to sum over")
     recipe, counts = broadcast.recipe, site.data.class_counts(broadcast.classes)
+    if recipe.summed.held_back and site.validation:
+        counts = counts + recipe.summed.held_back * site.validation.class_counts(broadcast.classes)
     started, steps = time.monotonic(), sums.steps_of(len(site.data))
 
     def on_progress(done: int) -> None:

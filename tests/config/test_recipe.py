@@ -8,7 +8,7 @@ import pytest
 
 from oneround.config.load import change, load, parse_federated, parse_override
 from oneround.config.recipe import ADDED, Recipe
-from oneround.config.sections import Alignment, Evaluation, Training
+from oneround.config.sections import Alignment, Evaluation, Sums, Training
 from oneround.errors import RecipeError
 from oneround.runs.record import flat, keys_of
 
@@ -89,7 +89,7 @@ def test_only_the_federated_half_is_hashed() -> None:
 
 
 def test_a_key_that_was_added_later_leaves_older_recipes_their_digest() -> None:
-    sections = {"evaluation": Evaluation(), "alignment": Alignment(), "training": Training()}
+    sections = {"evaluation": Evaluation(), "alignment": Alignment(), "training": Training(), "sums": Sums()}
     assert {name: {key: getattr(sections[name], key) for key in keys} for name, keys in ADDED.items()} == ADDED
     aligned = load("etf")
     assert load("etf", {"alignment.initial": "random"}).digest == aligned.digest

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conftest import run_in_parts, small_recipe
-from federation import NOW, SHARES
+from federation import NOW, SHARES, own_sites
 from inprocess import InProcess
 from oneround import acts
 from oneround.analysis.describe import describe
+from oneround.config.load import change
 from oneround.config.recipe import Recipe
 from oneround.data import Dataset
 from oneround.errors import ProtocolError, RecipeError
@@ -127,6 +128,34 @@ def test_it_is_the_pooled_closed_form_for_any_partition(digits: Dataset, clients
     assert np.abs(scores(model, labels, asked) - expected).max() < 1e-5
 
 
+HOLDING: dict[str, object] = {"validation": 0.2, "validation_from": "clients", "sums__held_back": 10}
+
+
+def test_images_held_back_count_as_often_as_the_recipe_says(digits: Dataset) -> None:
+    broadcast = second_broadcast(digits, "abc", **HOLDING)
+    site = Site("a", digits.train.take(np.arange(150)), validation=digits.train.take(np.arange(150, 200)))
+    upload = Upload.unpack(acts.train(broadcast, site).pack(), broadcast, {})
+    often = digits.train.take(np.r_[0:150, np.tile(np.arange(150, 200), 10)])
+    assert torch.equal(upload.class_counts, often.class_counts(10))
+    labels, asked = often.labels.numpy(), digits.test.pixels[:50]
+    expected = closed_form(
+        features(digits, broadcast, often.pixels), labels, [16, 16, 16, 96], features(digits, broadcast, asked)
+    )
+    every = rules.parse({"kind": "stacked", "penalty": PENALTY, "experts": "all"})
+    assert np.abs(scores(acts.fuse([upload], broadcast, rule=every), labels, asked) - expected).max() < 1e-5
+
+
+def test_sites_with_images_of_their_own_hold_the_same_back_in_both_exchanges(digits: Dataset, tmp_path: Path) -> None:
+    recipe, nodes = own_sites(digits, tmp_path)
+    holding = {key.replace("__", "."): value for key, value in HOLDING.items()}
+    recipe = change(recipe, {**holding, "sums.features": BESIDE, "fusion": ["stacked"], "training.epochs": 1})
+    serve(InProcess(nodes), recipe, tmp_path / "run", NOW)
+    folder = RunFolder(tmp_path / "run")
+    for first, second in zip(folder.first_exchange.uploads(), folder.uploads(), strict=True):
+        trained, held_back = first.samples, (second.samples - first.samples) // 10
+        assert second.samples == trained + 10 * held_back and held_back == int(0.2 * (trained + held_back)) > 0
+
+
 def test_without_a_client_neither_its_images_nor_its_network_count(digits: Dataset) -> None:
     broadcast = second_broadcast(digits, "abc")
     parts = {name: digits.train.take(np.arange(80) + 80 * at) for at, name in enumerate("abc")}
@@ -236,6 +265,8 @@ def test_the_second_exchange_is_declared_with_what_it_reveals() -> None:
     ("changes", "text"),
     [
         ({"fusion": ["stacked", "routed"]}, "routed needs networks and sums in one upload, and sums of experts' features come in a second"),
+        ({"sums__held_back": 10}, "sums.held_back = 10: no client holds images back; set validation: 0.1 and validation_from: clients"),
+        ({**HOLDING, "sums__features": "patches", "fusion": ["ridge"]}, "sums.held_back = 10: networks and sums of one upload are of the same"),
         ({"rounds": 2}, "rounds = 2: sums of experts' features follow one training; set rounds: 1"),
         ({"objective": {"terms": {}}, "fusion": ["stacked"]}, "sums.features = experts: there are no networks"),
         ({"sums__features": {"kind": "patches"}}, "stacked needs sums of the networks' features; set sums.features: experts"),

@@ -51,6 +51,7 @@ FORMER_NAMES = {"rails": "safeguards"}
 ADDED: Mapping[str, Mapping[str, Any]] = {
     "evaluation": {"batch_norm": "running", "batch_size": 256},
     "alignment": {"initial": "random", "one_class": "all"},
+    "sums": {"held_back": 0},
     "training": {"optimizer": "sgd"},
 }
 """Keys by section that were added since, with their defaults. Those that have their default do not enter the digest: a recipe
@@ -175,6 +176,12 @@ class Federated(Strict):
                 yield f"fusion: {rule.kind} needs generators; add generator: {{}}"
             if rule.needs.experts and not self.stacked:
                 yield f"fusion: {rule.kind} needs sums of the networks' features; set sums.features: experts (extends: stacked)"
+        if self.sums is not None and self.sums.held_back:
+            key = f"sums.held_back = {self.sums.held_back}"
+            if not self.clients_hold_back:
+                yield f"{key}: no client holds images back; set validation: 0.1 and validation_from: clients, or held_back: 0"
+            if not (self.sums_only or self.stacked):
+                yield f"{key}: networks and sums of one upload are of the same images; set it to 0 (sums.features: experts has uploads of their own)"
         if self.generator is not None:
             yield from self._problems_of_generators()
         if self.stacked:

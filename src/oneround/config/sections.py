@@ -381,6 +381,9 @@ class Sums(Strict):
     between -1 and 1, where 65,535 even steps (int16) round less than either kind of float."""
     rank: Count | None = None
     """Number of leading directions of the second moments to send, the rest as a diagonal; default: all, exactly."""
+    held_back: Annotated[int, Field(ge=0, le=1000)] = 0
+    """How often an image counts that a client holds back (`validation_from: clients`), beside those that its network was trained on; 0:
+    not at all. The features of trained images fit better than those of new ones."""
     secure: bool = False
     """Send the sums under pairwise masks that cancel in their total, which is all the server then sees; all clients must arrive."""
 

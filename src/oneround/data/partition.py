@@ -167,6 +167,13 @@ def _hold_back(samples: Index, share: float, random: Random) -> Index:
     return np.sort(random.permutation(samples)[: int(share * len(samples))])
 
 
+def hold_back(samples: int, share: float, seed: int) -> tuple[Index, Index]:
+    """The numbers of the samples that a site trains on, and of those it holds back."""
+    every = np.arange(samples)
+    chosen = _hold_back(every, share, Random(seed % 2**32))
+    return np.setdiff1d(every, chosen), chosen
+
+
 def _split(dealt: list[Index], public: Index, data: Dataset, validation: float, seed: int, from_clients: bool) -> Split:
     labels = data.train.labels.numpy()
     random = _random(seed, "validation")

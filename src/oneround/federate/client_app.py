@@ -27,6 +27,7 @@ from oneround.files import logging_to, write_durably
 from oneround.privacy import key_agreement
 
 if TYPE_CHECKING:  # PyTorch is loaded by the process that trains, not by those that answer a question
+    from oneround.config.recipe import Federated
     from oneround.data import Dataset, Images, Split
     from oneround.protocol import Broadcast
 
@@ -197,7 +198,8 @@ def _images(broadcast: Broadcast, site: SiteFile) -> tuple[Images, Images | None
     recipe = broadcast.recipe
     if site.data is not None:
         try:
-            return own_images(site.data, broadcast.class_names, broadcast.shape, site.labels), None
+            own = own_images(site.data, broadcast.class_names, broadcast.shape, site.labels)
+            return _held_back(own, recipe, site.name) if recipe.sums and recipe.sums.held_back else (own, None)
         except DataError as error:
             raise error if isinstance(error, DataMismatch) else OwnData(str(error)) from None
     data, split = _partitioned(recipe.model_dump_json(), site.local.data_path)
@@ -206,6 +208,15 @@ def _images(broadcast: Broadcast, site: SiteFile) -> tuple[Images, Images | None
         raise DataError(f"share {site.share} of {recipe.partition.label} has no images; this site takes no part")
     held_back = split.client_validation[site.share]
     return data.train.take(split.clients[site.share]), data.train.take(held_back) if len(held_back) else None
+
+
+def _held_back(own: Images, recipe: Federated, name: str) -> tuple[Images, Images | None]:
+    """A site's own images without those it holds back, and these: the same in both exchanges."""
+    from oneround.data.partition import hold_back
+    from oneround.seeds import derive
+
+    kept, chosen = hold_back(len(own), recipe.validation, derive(recipe.seeds.partition, name, "validation"))
+    return own.take(kept), own.take(chosen) if len(chosen) else None
 
 
 @lru_cache(maxsize=1)

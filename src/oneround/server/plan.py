@@ -215,6 +215,11 @@ class DealtPlan(Plan):
                     f"sums.rank = {self.recipe.sums.rank} makes uploads no smaller: {format_bytes(self.traffic.up)}, where all "
                     f"second moments are {format_bytes(whole.up)} and exact; leave rank out"
                 )
+        if self.recipe.sums is not None and self.recipe.sums.held_back:
+            remarks.append(
+                f"images held back count {self.recipe.sums.held_back} times in the sums: what {acts.rules_of(self.recipe)[0].label} scores on them "
+                "is optimistic"
+            )
         if self.recipe.clients_hold_back and len(self.snapshot_epochs) > 1:
             remarks.append(
                 f"{len(self.split.validation):,} images held back by the clients choose the snapshot: in a real federation the "

@@ -55,6 +55,10 @@ class Moments:
         factor = 2.0**exponent
         return Moments(self.gram * factor**2, self.cross * factor, self.total * factor, self.counts)
 
+    def times(self, count: int) -> Moments:
+        """The sums with every image counted so often."""
+        return Moments(*(each * count for each in self._all))
+
     def __add__(self, other: Moments) -> Moments:
         return Moments(*(own + others for own, others in zip(self._all, other._all, strict=True)))
 

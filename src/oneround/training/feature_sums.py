@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+import torch
 from torch import Tensor
 
 from oneround import sums
+from oneround.data import Images
 from oneround.data.augment import preprocessing
 from oneround.errors import ProtocolError, RunError
 from oneround.privacy.masks import Masked
@@ -34,14 +36,17 @@ def feature_sums(
                 return tensors
     constants = sums.constants_of(recipe, broadcast.shape, broadcast.extras)
     features = sums.features_of(recipe, broadcast.shape, constants).to(site.device)
-    gathered = sums.gather(
-        features,
-        site.data.to(site.device),
-        broadcast.classes,
-        *preprocessing(recipe),
-        mirrored=recipe.sums.mirror == "copies",
-        on_progress=on_progress,
-    )
+
+    def over(images: Images, on_progress: Callable[[int], None] = lambda done: None) -> Moments:
+        mirrored, own = recipe.summed.mirror == "copies", images.to(site.device)
+        return sums.gather(
+            features, own, broadcast.classes, *preprocessing(recipe), mirrored=mirrored, on_progress=on_progress
+        )
+
+    gathered = over(site.data, on_progress)
+    if recipe.sums.held_back and site.validation:
+        with torch.inference_mode():
+            gathered.include(over(site.validation).times(recipe.sums.held_back))
     if recipe.sums.secure:
         return _masked(gathered, broadcast, site)
     upload_sums = sums.packed(gathered, recipe.sums)
