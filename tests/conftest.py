@@ -79,9 +79,11 @@ def digits() -> Dataset:
 
 
 NETWORK_RULES = [
-    kind for kind in sorted(rules.kinds) if not (rules.parse(kind).needs.public or rules.parse(kind).needs.experts)
+    kind
+    for kind, needs in ((kind, rules.parse(kind).needs) for kind in sorted(rules.kinds))
+    if not (needs.public or needs.experts or needs.generator)
 ]
-"""Rules that need uploads of one exchange and nothing else."""
+"""Rules that need networks or sums of one exchange and nothing else."""
 
 
 def small_recipe(preset: str = "fafi", **changes: Any) -> Recipe:

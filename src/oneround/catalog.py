@@ -18,6 +18,7 @@ from oneround.fusion import (
     routed,
     split,
     stacked,
+    student,
     taught,
     typicality_gated,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +49,8 @@ class Site:
     """Images for model selection, never trained on: the server's, or held out by the clients of a simulation."""
     masker: Masks | None = field(default=None, repr=False)
     """Masks its sums, where the recipe asks for it."""
+    emit: Callable[[dict[str, Any]], None] = field(default=lambda event: None, repr=False, compare=False)
+    """Takes events of work at this site that lasts: what a fusion rule has done of it."""
     session: ScoringSession = field(default_factory=ScoringSession, repr=False, compare=False)
     """Values that scoring at this site has already computed."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from oneround.config.load import change, load, parse_federated, parse_override
 from oneround.config.recipe import ADDED, Recipe
-from oneround.config.sections import Alignment, Evaluation, Sums, Training
+from oneround.config.sections import Alignment, Augment, Evaluation, Sums, Training
 from oneround.errors import RecipeError
 from oneround.runs.record import flat, keys_of
 
@@ -88,13 +88,24 @@ def test_only_the_federated_half_is_hashed() -> None:
     assert change(recipe, {"evaluation.batch_norm": "batch"}).digest != recipe.digest, "a key that was added later"
 
 
+ADDED_KEYS = [f"{section}.{key}" for section, keys in ADDED.items() for key in keys]
+
+
 def test_a_key_that_was_added_later_leaves_older_recipes_their_digest() -> None:
-    sections = {"evaluation": Evaluation(), "alignment": Alignment(), "training": Training(), "sums": Sums()}
+    sections = {
+        "evaluation": Evaluation(),
+        "alignment": Alignment(),
+        "training": Training(),
+        "training.augment": Augment(),
+        "sums": Sums(),
+    }
     assert {name: {key: getattr(sections[name], key) for key in keys} for name, keys in ADDED.items()} == ADDED
     aligned = load("etf")
+    assert load("etf", {"training.augment.hole": 0.0}).digest == aligned.digest
+    assert load("etf", {"training.augment.hole": 0.1}).digest != aligned.digest
     assert load("etf", {"alignment.initial": "random"}).digest == aligned.digest
     assert load("etf", {"alignment.initial": "anchors"}).digest != aligned.digest
-    older = {key: value for key, value in flat(aligned.plain()) if key != "alignment.initial"}
+    older = {key: value for key, value in flat(aligned.plain()) if key not in ADDED_KEYS}
     assert keys_of(older) == keys_of(aligned.plain())
 
 

@@ -20,6 +20,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fafi", {"training.milestones": [2]}, r"milestones = \[2\]: set schedule: steps"),
     ("fafi", {**STEPS, "training.milestones": [8, 3]}, r"milestones = \[8, 3\]: must rise"),
     ("fafi", {**STEPS, "training.milestones": [3, 3]}, r"must rise, each once"),
+    (
+        "fafi",
+        {"training.nesterov": True, "training.momentum": 0.0},
+        r"nesterov: needs optimizer: sgd and a momentum above 0",
+    ),
     ("v6", {"objective.stages.0.terms": {"cros-entropy": 1.0}}, r"no such term; did you mean 'cross-entropy'"),
     ("v6", {"objective.stages.0.share": None}, r"stages\.0: give share or epochs, one of both"),
     ("v6", {"objective.stages.0.epochs": 3}, r"stages\.0: give share or epochs, one of both"),

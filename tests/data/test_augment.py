@@ -10,7 +10,19 @@ from torch.nn import functional as F
 
 from oneround.config.sections import Augment
 from oneround.data import augment
-from oneround.data.augment import COLUMNS, FLIP, RATIO, crop, draw, recolour, views
+from oneround.data.augment import (
+    COLUMNS,
+    FLIP,
+    MORE_COLUMNS,
+    RATIO,
+    columns_of,
+    crop,
+    draw,
+    punched,
+    recolour,
+    shifted,
+    views,
+)
 
 STILL = Augment(crop_scale=[1.0, 1.0], crop_ratio=[1.0, 1.0], flip=0.0, jitter=0.0, greyscale=0.0)
 LUMA = torch.tensor([0.299, 0.587, 0.114])
@@ -128,3 +140,30 @@ def test_how_often_what_happens() -> None:
     view = recolour(white, drawn, Augment(flip=0.0, jitter=0.0, greyscale=0.2))
     grey = (view[:, 0] - view[:, 1]).abs().amax((1, 2)) < 1e-4
     assert abs(float(grey.float().mean()) - 0.2) < 0.03
+
+
+def test_a_shift_moves_whole_pixels_and_mirrors_what_is_missing() -> None:
+    row = torch.arange(8.0).expand(1, 1, 8, 8)
+    drawn = torch.full((1, COLUMNS + MORE_COLUMNS), 0.5)
+    drawn[0, augment.RIGHT] = 0.0
+    assert shifted(row, drawn, 0.25)[0, 0, 0].tolist() == [2, 1, 0, 1, 2, 3, 4, 5]
+    drawn[0, augment.RIGHT] = 0.999
+    assert shifted(row, drawn, 0.25)[0, 0, 3].tolist() == [2, 3, 4, 5, 6, 7, 6, 5]
+    drawn[0, augment.DOWN] = 0.0
+    assert shifted(row.transpose(2, 3), drawn, 0.25)[0, 0, :, 0].tolist() == [2, 1, 0, 1, 2, 3, 4, 5]
+
+
+def test_a_hole_is_a_square_of_grey_wherever_it_was_drawn() -> None:
+    whole, drawn = torch.ones(2, 3, 10, 10), torch.full((2, COLUMNS + MORE_COLUMNS), 0.5)
+    drawn[0, augment.HOLE_X] = drawn[1, augment.HOLE_Y] = 0.0
+    holes = punched(whole, drawn, 0.4) == 0
+    assert holes[0, 0].sum() == 8 and holes[0, 2, 3:7, 0:2].all() and holes[1, 0, 0:2, 3:7].all()
+
+
+def test_views_are_shifted_and_punched_where_asked_and_only_then_more_is_drawn() -> None:
+    options = STILL.model_copy(update={"shift": 0.25, "hole": 0.5})
+    assert columns_of(options) == COLUMNS + MORE_COLUMNS and columns_of(STILL) == COLUMNS
+    drawn = draw(4, torch.Generator().manual_seed(1), columns=columns_of(options))
+    pixels = (images() * 255).to(torch.uint8)
+    still = views(pixels, drawn, STILL)
+    assert torch.equal(views(pixels, drawn, options), punched(shifted(still, drawn, 0.25), drawn, 0.5))

@@ -149,6 +149,8 @@ def test_the_learning_rate_over_the_whole_training() -> None:
     training = Training(learning_rate=0.4, schedule="cosine")
     assert [round(learning_rate(training, epoch, 50), 6) for epoch in (0, 25, 50)] == [0.4, 0.2, 0.0]
     assert learning_rate(Training(learning_rate=0.4), 45, 50) == 0.4
+    triangle = Training(learning_rate=0.4, schedule="triangular")
+    assert [round(learning_rate(triangle, epoch, 50), 6) for epoch in (0, 5, 10, 30, 50)] == [0.0, 0.2, 0.4, 0.2, 0.0]
 
 
 def test_milestones_are_counted_anew_in_every_round() -> None:

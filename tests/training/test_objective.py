@@ -62,6 +62,16 @@ def test_temperatures_divide_the_logits() -> None:
     assert torch.allclose(values["prototype-feature"], expected)
 
 
+def test_smoothing_gives_every_class_a_share_of_the_label() -> None:
+    made = random_batch(32, 5, 0)
+    term = terms.parse({"kind": "smoothed-cross-entropy", "smoothing": 0.2})
+    log_shares = made.logits.log_softmax(1)
+    expected = -(0.8 * log_shares[range(32), made.labels] + 0.2 * log_shares.mean(1)).mean()
+    assert torch.allclose(term.loss(made), expected) and not torch.allclose(
+        term.loss(made), F.cross_entropy(made.logits, made.labels)
+    )
+
+
 @pytest.mark.parametrize("temperature", [0.2, 3.0])
 def test_each_prototype_term_has_its_own_temperature(temperature: float) -> None:
     made = random_batch(32, 5, 0)

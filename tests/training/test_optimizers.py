@@ -19,16 +19,16 @@ def backward(one: nn.Parameter, two: nn.Parameter, other: nn.Parameter) -> None:
     ((one * two).sin().sum() + one.square().sum() + (other - 1).square().sum()).backward()
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01])
-def test_steps_are_those_of_pytorch(momentum: float, weight_decay: float) -> None:
+def test_steps_are_those_of_pytorch(momentum: float, nesterov: bool, weight_decay: float) -> None:
     ours, theirs = parameters(), parameters()
     rates = torch.tensor(0.05), torch.tensor(0.5)
-    optimizer = SGD(momentum)
+    optimizer = SGD(momentum, nesterov=nesterov)
     optimizer.add(ours[:2], rates[0], weight_decay)
     optimizer.add(ours[2:], rates[1])
     groups = [{"params": theirs[:2], "lr": 0.05, "weight_decay": weight_decay}, {"params": theirs[2:], "lr": 0.5}]
-    reference = torch.optim.SGD(groups, lr=0.05, momentum=momentum)
+    reference = torch.optim.SGD(groups, lr=0.05, momentum=momentum, nesterov=nesterov)
     for step in range(5):
         rates[0].fill_(0.05 / (step + 1))  # a rate may change between steps
         reference.param_groups[0]["lr"] = 0.05 / (step + 1)

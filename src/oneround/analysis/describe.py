@@ -20,6 +20,9 @@ from oneround.fusion.stacked import Stacked
 HIDES = "masks hide each client's sums and class counts: the server sees only their total over all clients, which is all it needs"
 MASKED = "that it took part; its sums and class counts only within the total over all clients"
 MASKED_SUMS = "its sums and class counts only within the total over all clients"
+GENERATOR = (
+    "a generator, which is a model of its images: whoever has it can make images that look like them, class by class"
+)
 HISTOGRAMS = "an exchange of class histograms before the broadcast (a number per class and site)"
 SECOND = (
     "a second exchange: every site receives the networks of all sites, makes one pass over its images and returns sums of the "
@@ -84,12 +87,14 @@ class Method:
             return [MASKED]
         to_all = ", to every other site too" if self.recipe.stacked else ""
         revealed = [f"the weights of its network{to_all}"] if self.recipe.trains else []
+        if self.recipe.generator:
+            revealed.append(GENERATOR)
         measured = "all training metrics" if counts is True else "the loss of every epoch"
         if isinstance(counts, Noise):
             revealed.append(f"class counts with Laplace noise (ε = {counts.epsilon:g})")
         else:
             revealed.append("class counts" if counts else "its number of samples")
-        if self.recipe.trains:
+        if not self.recipe.sums_only:
             revealed[-1] += f", {measured}"
         if self.recipe.share and not self.recipe.share.surveyed:
             revealed.append("how many blocks it shares, which follows from the entropy of its labels")
@@ -134,7 +139,7 @@ class Method:
 
     def _masks(self) -> str:
         """What secure aggregation hides, or why it is not available."""
-        if self.recipe.trains and not self.recipe.stacked:
+        if not self.recipe.sums_only and not self.recipe.stacked:
             return "secure aggregation of the sums is not available when networks are uploaded too: they disclose what masks would hide"
         if self.recipe.secure:
             return f"{HIDES}; not from a server that swaps keys, nor from all other clients together (docs/ridge.md)"
@@ -144,6 +149,7 @@ class Method:
         recipe = self.recipe
         parts = {
             "initial weights": recipe.trains,
+            "initial generator": recipe.generator,
             "anchors": recipe.alignment,
             "feature bank": recipe.bank,
             "reference features": recipe.reference,
@@ -156,6 +162,7 @@ class Method:
         recipe, hidden = self.recipe, self.recipe.reveal.class_counts is False
         parts = {
             "network": recipe.trains,
+            "generator": recipe.generator,
             "sums of fixed features": recipe.sums and not recipe.secure,
             "masked sums of fixed features and class counts": recipe.secure,
             "class counts": not hidden and not recipe.secure,
@@ -176,5 +183,7 @@ def describe(name: str, model: str, classes: int, public: int, overrides: Overri
         overrides: recipe keys with their values.
     """
     recipe = load(name, overrides)
-    recipe = change(recipe, {"model.encoder": model}) if recipe.trains and recipe.model.encoder is None else recipe
+    recipe = (
+        change(recipe, {"model.encoder": model}) if not recipe.sums_only and recipe.model.encoder is None else recipe
+    )
     return Method(recipe, presets()[recipe.method], acts.traffic(recipe, classes, (3, 32, 32), public))

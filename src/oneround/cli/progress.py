@@ -75,6 +75,8 @@ class Live(_Display):
             self.print_line(f"  {self._name(event)}{event['text']}")
         elif kind == "scoring":
             self._describe(event, "scoring")
+        elif kind == "fusing":
+            self._describe(event, f"{event['rule'].split()[0]}, {event['text']}: {event['done']:,} of {event['of']:,}")
         elif kind == "snapshot":
             self._describe(event, "training")
             self._print_scoring_time(event)

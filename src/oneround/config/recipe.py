@@ -52,7 +52,8 @@ ADDED: Mapping[str, Mapping[str, Any]] = {
     "evaluation": {"batch_norm": "running", "batch_size": 256},
     "alignment": {"initial": "random", "one_class": "all"},
     "sums": {"held_back": 0},
-    "training": {"optimizer": "sgd"},
+    "training": {"optimizer": "sgd", "nesterov": False},
+    "training.augment": {"shift": 0.0, "hole": 0.0},
 }
 """Keys by section that were added since, with their defaults. Those that have their default do not enter the digest: a recipe
 keeps the one it had."""
@@ -419,9 +420,12 @@ class Federated(Strict):
             if plain[section] is None:
                 del plain[section]
         for section, keys in ADDED.items():
+            options: Any = plain
+            for name in section.split("."):
+                options = options and options[name]
             for key, default in keys.items():
-                if plain[section] is not None and plain[section][key] == default:
-                    del plain[section][key]
+                if options is not None and options[key] == default:
+                    del options[key]
         return digest_of({former.get(key, key): value for key, value in plain.items()})
 
     def plain(self) -> dict[str, Any]:

@@ -56,6 +56,10 @@ class Augment(Strict):
     """Probability that the four colour changes are applied."""
     greyscale: Fraction = 0.2
     """Probability of a grey image."""
+    shift: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Largest shift, as a share of the image's side; what leaves an edge is filled by what mirrors in it."""
+    hole: Fraction = 0.0
+    """Side of a square that is blanked out, as a share of the image's."""
     per_batch: bool = False
     """Draw once per batch instead of per sample; only to reproduce code that did so."""
 
@@ -82,13 +86,16 @@ class Training(Strict):
     optimizer: Literal["sgd", "adam"] = "sgd"
     """Adam: `momentum` is its β₁, β₂ is 0.999."""
     learning_rate: Positive = 0.05
-    schedule: Literal["constant", "cosine", "steps"] = "constant"
-    """Learning rate: constant or falling over the whole training, all rounds of it; or multiplied by `factor` after milestones."""
+    schedule: Literal["constant", "cosine", "triangular", "steps"] = "constant"
+    """Learning rate: constant, falling, or rising for a fifth and then falling over the whole training, all rounds of it; or
+    multiplied by `factor` after milestones."""
     milestones: list[Count] = Field(default=[])
     """Of `steps`: local epochs, counted anew in every round, after which the rate falls."""
     factor: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Of `steps`: the factor that the rate is multiplied by."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    nesterov: bool = False
+    """Of `sgd`: descend along what the gradient and the momentum will be after the step."""
     weight_decay: NotNegative = 0.0
     restart_optimizer: bool = True
     """Forget momentum at the start of every epoch, as in the reference setting."""
@@ -105,6 +112,8 @@ class Training(Strict):
                 else "set schedule: steps, or leave milestones out"
             )
             raise ValueError(f"schedule = {self.schedule} with milestones = {self.milestones}: {fix}")
+        if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
+            raise ValueError("nesterov: needs optimizer: sgd and a momentum above 0; leave it out, or set them")
         if self.milestones != sorted(set(self.milestones)):
             raise ValueError(f"milestones = {self.milestones}: must rise, each once")
         return self

@@ -22,8 +22,9 @@ from oneround.config.recipe import Federated
 from oneround.config.sections import Augment
 
 # What each column of a draw decides.
-COLUMNS = 11
+COLUMNS, MORE_COLUMNS = 11, 4
 AREA, RATIO, LEFT, TOP, FLIP, JITTER, BRIGHTNESS, CONTRAST, SATURATION, HUE, GREY = range(COLUMNS)
+RIGHT, DOWN, HOLE_X, HOLE_Y = range(COLUMNS, COLUMNS + MORE_COLUMNS)  # drawn only where they decide something
 MEAN, STD = 0.5, 0.5
 MOST_PIXELS = 4096  # of an image, for the kernel that makes a view of it at once
 _LUMA = (0.299, 0.587, 0.114)
@@ -35,19 +36,32 @@ def preprocessing(recipe: Federated) -> tuple[float, float]:
     return (0.0, 1.0) if recipe.evaluation.unnormalised else (MEAN, STD)
 
 
-def draw(samples: int, generator: torch.Generator, *, per_batch: bool = False) -> Tensor:
-    """Uniform numbers for one view of each sample, (samples, COLUMNS)."""
+def columns_of(options: Augment) -> int:
+    """Random numbers of a view."""
+    return COLUMNS + MORE_COLUMNS * bool(options.shift or options.hole)
+
+
+def draw(samples: int, generator: torch.Generator, *, per_batch: bool = False, columns: int = COLUMNS) -> Tensor:
+    """Uniform numbers for one view of each sample, (samples, columns)."""
     if per_batch:
-        return torch.rand(1, COLUMNS, generator=generator).expand(samples, COLUMNS)
-    return torch.rand(samples, COLUMNS, generator=generator)
+        return torch.rand(1, columns, generator=generator).expand(samples, columns)
+    return torch.rand(samples, columns, generator=generator)
 
 
 def views(pixels: Tensor, numbers: Tensor, options: Augment, dtype: torch.dtype = torch.float32) -> Tensor:
     """One random view of each image.
 
-    pixels (n, channels, height, width) uint8, numbers (n, COLUMNS) in [0, 1) → (n, channels, height, width) normalised; in `dtype`
+    pixels (n, channels, height, width) uint8, numbers (n, columns) in [0, 1) → (n, channels, height, width) normalised; in `dtype`
     where a kernel makes them.
     """
+    made = _views(pixels, numbers, options, dtype)
+    if options.shift:
+        made = shifted(made, numbers, options.shift)
+    return punched(made, numbers, options.hole) if options.hole else made
+
+
+def _views(pixels: Tensor, numbers: Tensor, options: Augment, dtype: torch.dtype) -> Tensor:
+    """Views without shifts and holes."""
     if kernels.usable(pixels) and pixels.shape[2] * pixels.shape[3] <= MOST_PIXELS:
         from oneround.kernels import views as kernel
 
@@ -56,6 +70,31 @@ def views(pixels: Tensor, numbers: Tensor, options: Augment, dtype: torch.dtype 
         return made
     images = recolour(crop(pixels.float() / 255, numbers, options), numbers, options)
     return (images - MEAN) / STD
+
+
+def shifted(images: Tensor, numbers: Tensor, share: float) -> Tensor:
+    """Each image moved by up to this share of its sides, both ways; what leaves one edge is filled by what mirrors in it."""
+    for axis, column in ((2, DOWN), (3, RIGHT)):
+        size = images.shape[axis]
+        most = round(share * size)
+        offset = (numbers[:, column] * (2 * most + 1)).long() - most
+        source = (torch.arange(size, device=images.device) + offset[:, None]).abs()
+        source = size - 1 - (size - 1 - source).abs()
+        index = source[:, None, :, None] if axis == 2 else source[:, None, None, :]
+        images = images.gather(axis, index.expand_as(images))
+    return images
+
+
+def punched(images: Tensor, numbers: Tensor, share: float) -> Tensor:
+    """A square of each normalised image replaced by 0; its side is this share of the image's, its centre anywhere in the image."""
+    holes = []
+    for axis, column in ((2, HOLE_Y), (3, HOLE_X)):
+        size = images.shape[axis]
+        side = round(share * size)
+        start = (numbers[:, column] * size).long() - side // 2
+        at = torch.arange(size, device=images.device) - start[:, None]
+        holes.append((at >= 0) & (at < side))
+    return images.masked_fill((holes[0][:, :, None] & holes[1][:, None, :])[:, None], 0.0)
 
 
 def crop(images: Tensor, numbers: Tensor, options: Augment) -> Tensor:

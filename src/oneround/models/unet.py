@@ -152,7 +152,8 @@ class _UNet(Generator):
         heads = [options.head if level in options.attention else None for level in range(len(widths))]
         self.no_class = classes
         self.time = nn.Sequential(nn.Linear(FREQUENCIES, embedding), nn.SiLU(), nn.Linear(embedding, embedding))
-        self.classes = nn.Embedding(classes + 1, embedding)
+        self.classes = nn.Parameter(torch.empty(classes + 1, embedding))
+        nn.init.uniform_(self.classes, -(3**0.5), 3**0.5)
         self.first = nn.Conv2d(channels, widths[0], 3, padding=1)
         down, up, inputs = list[Level](), list[Level](), widths[0]
         for level, (width, count) in enumerate(zip(widths, options.blocks, strict=True)):
@@ -167,12 +168,13 @@ class _UNet(Generator):
         self.down: Sequence[Level] = nn.ModuleList(down)  # type: ignore[assignment]
         self.up: Sequence[Level] = nn.ModuleList(up)  # type: ignore[assignment]
         self.norm, self.last = _groups(widths[0]), _from_zero(nn.Conv2d(widths[0], channels, 3, padding=1))
-        exponents = torch.linspace(math.log(1 / LONGEST), math.log(1 / SHORTEST), FREQUENCIES // 2)
-        self.register_buffer("frequencies", exponents.exp(), persistent=False)
+        last = FREQUENCIES // 2 - 1  # on the meta device PyTorch would load its compiler for powers of a tensor
+        frequencies = [(LONGEST / SHORTEST) ** (number / last) / LONGEST for number in range(last + 1)]
+        self.register_buffer("frequencies", torch.tensor(frequencies), persistent=False)
 
     def forward(self, noisy: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         angles = times.float()[:, None] * self.get_buffer("frequencies")
-        embedding = F.silu(self.time(torch.cat([angles.sin(), angles.cos()], 1)) + self.classes(labels))
+        embedding = F.silu(self.time(torch.cat([angles.sin(), angles.cos()], 1)) + self.classes[labels])
         x, passed = self.first(noisy), list[Tensor]()
         for number, level in enumerate(self.down):
             x = x if number == 0 else F.avg_pool2d(x, 2)

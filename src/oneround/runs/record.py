@@ -300,7 +300,7 @@ def keys_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     keys = {current_name(key): value for key, value in flat(tree)}
     absent = tuple(f"{key}." for key, value in keys.items() if value is None and "." not in key)
     keys = {key: value for key, value in keys.items() if not key.startswith(absent)}
-    sections = {key.partition(".")[0] for key in keys if "." in key}
+    sections = {key.rpartition(".")[0] for key in keys}
     added = {f"{name}.{key}": value for name in sections & ADDED.keys() for key, value in ADDED[name].items()}
     return {**_defaults(), **added, **keys}
 

@@ -168,7 +168,7 @@ class ServerLoop:
 
     def __init__(self, plan: Plan, folder: RunFolder, transport: Transport, writer: RunWriter, emit: Emit) -> None:
         self.plan, self.folder, self.transport, self.writer, self.emit = plan, folder, transport, writer, emit
-        self.site = plan.server(folder.path)
+        self.site = replace(plan.server(folder.path), emit=emit)
         self.epochs = plan.snapshot_epochs if transport.snapshots else plan.round_ends
         """Epochs after which uploads are collected and scored."""
         self._known_sums = set[str]()

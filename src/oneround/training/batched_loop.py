@@ -32,7 +32,7 @@ def step_shape(samples: int, training: Training) -> StepShape:
     """Clients whose step shapes are equal can be trained together."""
     steps, size = steps_per_epoch(samples, training), min(samples, training.batch_size)
     last = size if training.last_batch != "keep" else samples - (steps - 1) * size
-    same_steps = last != size or training.schedule == "cosine"  # the rate falls with every step
+    same_steps = last != size or training.schedule in ("cosine", "triangular")  # the rate changes with every step
     return size, last, steps if same_steps else 0
 
 

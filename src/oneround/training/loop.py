@@ -19,7 +19,7 @@ from torch import Tensor
 from oneround import kernels
 from oneround.config.sections import Training
 from oneround.data import Images
-from oneround.data.augment import draw
+from oneround.data.augment import columns_of, draw
 from oneround.errors import OutOfTime, RunError
 from oneround.models.prototype import PrototypeNet
 from oneround.protocol import Broadcast, blob
@@ -39,6 +39,8 @@ from oneround.training.step import ClientState, RecordedStep, Stepper, searching
 
 log = logging.getLogger("oneround")
 Emit = Callable[[dict[str, Any]], None]
+PEAK = 0.2
+"""Of the schedule `triangular`: after which share of the training its rate is highest."""
 
 
 def silent(event: dict[str, Any]) -> None:
@@ -152,7 +154,8 @@ class Learner:
 
     def _numbers(self, samples: int, random: torch.Generator) -> Tensor:
         """Random numbers of a view of each sample."""
-        return draw(samples, random, per_batch=self.training.augment.per_batch)
+        augment = self.training.augment
+        return draw(samples, random, per_batch=augment.per_batch, columns=columns_of(augment))
 
     def _rate(self, step: int, steps: int) -> float:
         """The learning rate of a step of this epoch, from 0."""
@@ -354,6 +357,9 @@ def learning_rate(training: Training, epoch: float, epochs: int) -> float:
     """The learning rate after `epoch` (fractional within an epoch) of `epochs` in the whole training."""
     if training.schedule == "cosine":
         return training.learning_rate * (1 + math.cos(math.pi * epoch / epochs)) / 2
+    if training.schedule == "triangular":
+        done = epoch / epochs
+        return training.learning_rate * min(done / PEAK, (1 - done) / (1 - PEAK))
     passed = sum(epoch % training.epochs >= milestone for milestone in training.milestones)
     return training.learning_rate * training.factor**passed
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from oneround.config.parts import Slot, TermPart
-from oneround.config.sections import NotNegative, Objective, Positive, Stage
+from oneround.config.sections import Fraction, NotNegative, Objective, Positive, Stage
 
 TINY = 1e-8
 
@@ -92,6 +92,17 @@ class CrossEntropy(Term):
             assert batch.prior is not None
             logits = logits + self.adjust * batch.prior
         return F.cross_entropy(logits, batch.labels)
+
+
+@terms.register("smoothed-cross-entropy")
+class SmoothedCrossEntropy(Term):
+    """CE of the logits with labels that give every class a small share."""
+
+    smoothing: Fraction = 0.05
+    """The share that all classes have together."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        return F.cross_entropy(batch.logits, batch.labels, label_smoothing=self.smoothing)
 
 
 @terms.register("prototype-feature")

@@ -58,8 +58,9 @@ class Optimizer(ABC):
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum."""
 
-    def __init__(self, momentum: float) -> None:
+    def __init__(self, momentum: float, *, nesterov: bool = False) -> None:
         super().__init__(momentum)
+        self.nesterov = nesterov
         self.buffers: Buffers = {}
         """The momentum of every parameter; none without momentum."""
 
@@ -82,7 +83,7 @@ class SGD(Optimizer):
             momentum=self.momentum,
             lr=rate,  # type: ignore[arg-type]  # the kernel takes a tensor too
             dampening=0.0,
-            nesterov=False,
+            nesterov=self.nesterov,
             maximize=False,
         )
 

@@ -6,8 +6,10 @@ They use the clients' training loop and the clients' recipe without its client-o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +20,7 @@ from oneround.errors import ProtocolError, RecipeError, RunError
 from oneround.models.prototype import PrototypeNet
 from oneround.protocol import Broadcast, blob
 from oneround.site import Site
-from oneround.training.loop import Learner
+from oneround.training.loop import Emit, Learner, silent
 
 CLIENT_ONLY = ("alignment", "bank", "queue", "reference", "companion", "generator", "sums")
 
@@ -61,14 +63,24 @@ def train_on_server(
     name: str,
     batch_key: str = "training.batch_size",
     teacher: Callable[[Tensor], Tensor] | None = None,
+    folder: Path | None = None,
+    emit: Emit = silent,
 ) -> PrototypeNet:
-    """A network trained at the server from the weights `start`. `batch_key`: the recipe's key of its batch size."""
-    initial = replace(broadcast, recipe=recipe, weights=dict(start), extras={}, round=1, digest="")
+    """A network trained at the server from the weights `start`. `batch_key`: the recipe's key of its batch size.
+
+    `folder`: of the state it resumes from after a kill, removed when it is trained; for these images and this recipe alone.
+    """
+    initial = replace(broadcast, recipe=recipe, weights=dict(start), generator={}, extras={}, round=1, digest="")
     with server.arithmetic(sum(tensor.numel() for tensor in start.values())):
-        learner = Learner(initial, Site(name, images, local=server.local), teacher=teacher, batch_key=batch_key)
+        site = Site(name, images, folder, server.local)
+        learner = Learner(initial, site, emit, teacher=teacher, batch_key=batch_key)
         learner.train(recipe.training.epochs)
     if learner.stopped:
         raise RunError(learner.stopped)
+    if folder is not None:
+        rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            folder.parent.rmdir()  # where other states are, it stays
     return learner.net
 
 

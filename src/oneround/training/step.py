@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from oneround.config.recipe import Local
 from oneround.config.sections import Stage
-from oneround.data.augment import COLUMNS, views
+from oneround.data.augment import columns_of, views
 from oneround.data.images import Shape
 from oneround.models.precision import with_cast_weights
 from oneround.models.prototype import PrototypeNet, build
@@ -290,7 +290,7 @@ class Stepper(RecordedStep):
     def __init__(self, broadcast: Broadcast, site: Site, teacher: Callable[[Tensor], Tensor] | None = None) -> None:
         """Allocate buffers of this broadcast's sizes; `bind` fills them. `teacher`: normalised images → scores."""
         recipe, training, device = broadcast.recipe, broadcast.recipe.training, site.device
-        super().__init__(broadcast.shape, site, COLUMNS)
+        super().__init__(broadcast.shape, site, columns_of(training.augment))
         self.recipe, self.training, self.views, self.teacher = recipe, training, training.views, teacher
         net = self._build(broadcast)
         self.net = net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -318,7 +318,8 @@ class Stepper(RecordedStep):
             self.pace, clips_variables = self.aligner.weight.pace()
         # The network, and λ's variables with a learning rate of their own.
         self.own_rate = torch.zeros((), device=device)
-        self.optimizer = (Adam if training.optimizer == "adam" else SGD)(training.momentum)
+        momentum, adam = training.momentum, training.optimizer == "adam"
+        self.optimizer = Adam(momentum) if adam else SGD(momentum, nesterov=training.nesterov)
         self.optimizer.add(list(self.net.parameters()), self.rate, training.weight_decay)
         self.optimizer.add(variables, self.own_rate)
         self.clipped = [*self.net.parameters(), *(variables if clips_variables else [])]
