@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from oneround.training.copies import copies, overwrite
+from oneround.training.copies import copies, fetched_later, overwrite
 
 TENSORS = {
     "floats": torch.rand(3, 4),
@@ -30,3 +30,10 @@ def test_values_are_copied_in_place_and_converted() -> None:
     overwrite(live, {**TENSORS, "half": TENSORS["half"].double(), "another": torch.ones(1)})
     assert all(torch.equal(live[name], tensor) for name, tensor in TENSORS.items())
     assert addresses == {name: tensor.data_ptr() for name, tensor in live.items()}
+
+
+def test_what_is_fetched_later_is_what_it_was() -> None:
+    live = copies(TENSORS)
+    later = fetched_later(live)
+    overwrite(live, {name: torch.zeros_like(tensor) for name, tensor in live.items()})
+    assert all(torch.equal(value, TENSORS[name]) for name, value in later().items())

@@ -20,10 +20,21 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def fetched_later(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
     """What these tensors are now, on the CPU; from a GPU it is fetched when it is called for, perhaps by another thread."""
     if next(iter(tensors.values())).is_cpu:
-        fetched = all_on_cpu(tensors)
-        return lambda: fetched
+        taken = all_on_cpu(tensors)
+        return lambda: taken
     kept = copies(tensors)
-    return lambda: all_on_cpu(kept)
+    return lambda: fetched(kept)
+
+
+def fetched(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU of tensors that nobody changes; other threads do not wait for them, as they would on the stream that all share."""
+    device = next(iter(tensors.values())).device
+    if device.type != "cuda":
+        return all_on_cpu(tensors)
+    own, shared = torch.cuda.Stream(device), torch.cuda.default_stream(device)
+    own.wait_stream(shared)
+    with torch.cuda.stream(own):
+        return all_on_cpu(tensors)
 
 
 @torch.no_grad()

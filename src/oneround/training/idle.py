@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oneround.models.prototype import all_on_cpu
 from oneround.protocol import blob
-from oneround.training.copies import copies
+from oneround.training.copies import copies, fetched
 from oneround.training.step import unrecorded
 
 SHARE_OF_DEVICE = 0.25
@@ -39,7 +38,7 @@ class State(NamedTuple):
 def write_state(path: Path, state: State) -> None:
     """Replace the file; it survives a kill of the program."""
     with unrecorded:
-        tensors = all_on_cpu(state.tensors)
+        tensors = fetched(state.tensors)
     blob.write(path, "state", tensors, state.manifest, flush=False)
 
 
