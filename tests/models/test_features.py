@@ -19,6 +19,29 @@ from oneround.protocol.encoding import bytes_of, layout_of
 from oneround.site import Site
 from small_sums import broadcast_of
 
+PROJECTED = {"kind": "projected", "size": 50, "features": {"kind": "patches", "size": 128, "patch": 4, "grid": 4}}
+
+
+def test_a_projection_adds_up_every_feature_once_with_a_random_sign(digits: Dataset) -> None:
+    message = broadcast_of(digits, sums__features=PROJECTED, sums__mirror="none")
+    assert message.sums["total"][0] == (50,) and not [name for name in message.extras if "projection" in name]
+    constants = sums.constants_of(message.recipe, message.shape, message.extras)
+    images = (digits.test.pixels[:5].float() / 255 - 0.5) / 0.5
+    module = sums.features_of(message.recipe, message.shape, constants)
+    inner, projected = module.inner(images), module(images)
+    order, signs = constants["projection.order"].tolist(), constants["projection.signs"]
+    assert sorted(order) == list(range(128)) and set(signs.tolist()) == {-1.0, 1.0}
+    expected = torch.zeros(5, 50)
+    for place, feature in enumerate(order):
+        expected[:, place % 50] += signs[feature] * inner[:, feature]
+    assert torch.allclose(projected, expected, atol=1e-6)
+    again = broadcast_of(digits, sums__features=PROJECTED, seeds__initialisation=2)
+    assert not torch.equal(again.extras["features.check"], message.extras["features.check"])
+    with pytest.raises(
+        RecipeError, match=r"sums\.features\.size = 200: the features that are projected must be fixed and more"
+    ):
+        broadcast_of(digits, sums__features={**PROJECTED, "size": 200})
+
 
 @pytest.mark.slow
 def test_symmetric_features_do_not_know_left_from_right(digits: Dataset) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from oneround import acts
 from oneround.data import Dataset, Images
 from oneround.models.features import Features
+from oneround.protocol import Upload
 from oneround.site import Site
 from oneround.sums import gather, steps_of, unpacked
 from oneround.sums.gather import ROWS
@@ -48,6 +49,18 @@ def test_mirrored_copies_count_as_images(digits: Dataset) -> None:
     both = Images(torch.cat([mine.pixels, mine.pixels.flip(3)]), mine.labels.repeat(2))
     expected = unpacked(acts.train(broadcast_of(digits, sums__mirror="none"), Site("site", both)).sums)
     assert torch.allclose(moments.gram, expected.gram, rtol=1e-5) and float(moments.counts.sum()) == 100
+
+
+def test_moved_copies_count_as_images(digits: Dataset) -> None:
+    mine = digits.train.take(np.arange(30))
+    upload = acts.train(broadcast_of(digits, sums__shift=1), Site("site", mine))
+    padded = np.pad(mine.pixels.numpy(), ((0, 0), (0, 0), (1, 1), (1, 1)), "edge")
+    moved = [padded[:, :, top : top + 8, left : left + 8] for top, left in ((1, 1), (0, 0), (0, 2), (2, 0), (2, 2))]
+    all_five = Images(torch.from_numpy(np.concatenate(moved)), mine.labels.repeat(5))
+    expected = unpacked(acts.train(broadcast_of(digits), Site("site", all_five)).sums)
+    moments = unpacked(upload.sums)
+    assert torch.allclose(moments.gram, expected.gram, rtol=1e-5) and torch.equal(moments.counts, expected.counts)
+    assert upload.samples == 30 and Upload.unpack(upload.pack(), broadcast_of(digits, sums__shift=1), {}).samples == 30
 
 
 def test_progress_counts_the_blocks_of_a_pass() -> None:

@@ -51,7 +51,7 @@ FORMER_NAMES = {"rails": "safeguards"}
 ADDED: Mapping[str, Mapping[str, Any]] = {
     "evaluation": {"batch_norm": "running", "batch_size": 256},
     "alignment": {"initial": "random", "one_class": "all"},
-    "sums": {"held_back": 0},
+    "sums": {"held_back": 0, "shift": 0},
     "training": {"optimizer": "sgd", "nesterov": False},
     "training.augment": {"shift": 0.0, "hole": 0.0},
 }

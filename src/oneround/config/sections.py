@@ -390,6 +390,8 @@ class Sums(Strict):
     between -1 and 1, where 65,535 even steps (int16) round less than either kind of float."""
     rank: Count | None = None
     """Number of leading directions of the second moments to send, the rest as a diagonal; default: all, exactly."""
+    shift: Annotated[int, Field(ge=0, le=8)] = 0
+    """Every image counts five times: as it is, and moved by so many pixels towards each corner; 0: once."""
     held_back: Annotated[int, Field(ge=0, le=1000)] = 0
     """How often an image counts that a client holds back (`validation_from: clients`), beside those that its network was trained on; 0:
     not at all. The features of trained images fit better than those of new ones."""
@@ -410,7 +412,7 @@ class Sums(Strict):
     @property
     def copies(self) -> int:
         """How often every image is counted."""
-        return 2 if self.mirror == "copies" else 1
+        return (2 if self.mirror == "copies" else 1) * (5 if self.shift else 1)
 
 
 class Safeguards(Strict):

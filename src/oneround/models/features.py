@@ -19,6 +19,7 @@ from oneround.config.parts import In, Needs, Part, Slot
 from oneround.data.images import Shape as Shape
 from oneround.errors import RecipeError
 from oneround.models.encoders import Encoder, encoders
+from oneround.seeds import generator
 
 Constants = dict[str, Tensor]
 
@@ -192,6 +193,80 @@ class ExpertFeatures(FeaturesPart):
             networks.append(network.eval().requires_grad_(False))
         others = {name: value for name, value in constants.items() if not name.startswith(EXPERT)}
         return StackedFeatures(networks, next((each.build(shape, others) for each in self._besides), None))
+
+
+class Projection(Features):
+    """Other features in a random order and with random signs, added up to fewer."""
+
+    order: Tensor
+    signs: Tensor
+
+    def __init__(self, inner: Features, size: int, order: Tensor, signs: Tensor) -> None:
+        """`order` and `signs`: (features of `inner`,)"""
+        super().__init__()
+        self.inner, self.size = inner, size
+        self.register_buffer("order", order)
+        self.register_buffer("signs", signs)
+
+    @property
+    def batch_size(self) -> int:
+        return self.inner.batch_size
+
+    def forward(self, images: Tensor) -> Tensor:
+        mixed = (self.inner(images) * self.signs)[:, self.order]
+        added: Tensor = F.pad(mixed, (0, -len(self.order) % self.size)).unflatten(1, (-1, self.size)).sum(1)
+        return added
+
+
+@features.register("projected")
+class ProjectedFeatures(FeaturesPart):
+    """More features than sums have room for (a finer grid, more patches), brought to fewer by a random projection from the seed."""
+
+    features: Annotated[Part, In("features")] = Field(
+        default={"kind": "patches", "size": 25_600, "grid": 4}, validate_default=True
+    )
+    """What is projected."""
+    size: Annotated[int, Field(ge=2)] = 6400
+    """D, to how many."""
+
+    @property
+    def _inner(self) -> FeaturesPart:
+        return features.of(self.features)
+
+    @property
+    def from_seed(self) -> bool:
+        return self._inner.from_seed
+
+    @property
+    def needs(self) -> Needs:
+        return self._inner.needs
+
+    def resolve(self, shape: Shape) -> ProjectedFeatures:
+        inner = self._inner.resolve(shape)
+        if inner.needs.experts or inner.size_for(shape) <= self.size:
+            raise RecipeError(
+                f"sums.features.size = {self.size}: the features that are projected must be fixed and more, these are "
+                f"{inner.kind} of {inner.size_for(shape)}; take fewer than that, or no projection"
+            )
+        return self.model_copy(update={"features": inner})
+
+    def size_for(self, shape: Shape) -> int:
+        return self.size
+
+    def bytes_down(self, shape: Shape) -> int:
+        return self._inner.bytes_down(shape) + (0 if self.from_seed else 12 * self._inner.size_for(shape))
+
+    def make(self, shape: Shape, seed: int, public: Tensor | None) -> Constants:
+        count, random = self._inner.size_for(shape), generator(seed, "projection")
+        drawn = {
+            "projection.order": torch.randperm(count, generator=random),
+            "projection.signs": torch.randint(0, 2, (count,), generator=random).float() * 2 - 1,
+        }
+        return self._inner.make(shape, seed, public) | drawn
+
+    def build(self, shape: Shape, constants: Constants) -> Features:
+        drawn = {name: constants[f"projection.{name}"] for name in ("order", "signs")}
+        return Projection(self._inner.build(shape, constants), self.size, **drawn)
 
 
 @features.register("encoder")

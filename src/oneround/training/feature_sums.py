@@ -38,9 +38,14 @@ def feature_sums(
     features = sums.features_of(recipe, broadcast.shape, constants).to(site.device)
 
     def over(images: Images, on_progress: Callable[[int], None] = lambda done: None) -> Moments:
-        mirrored, own = recipe.summed.mirror == "copies", images.to(site.device)
         return sums.gather(
-            features, own, broadcast.classes, *preprocessing(recipe), mirrored=mirrored, on_progress=on_progress
+            features,
+            images.to(site.device),
+            broadcast.classes,
+            *preprocessing(recipe),
+            mirrored=recipe.summed.mirror == "copies",
+            shift=recipe.summed.shift,
+            on_progress=on_progress,
         )
 
     gathered = over(site.data, on_progress)
