@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from commands import bad
 from oneround.cli import app
+from oneround.cli.options import make_recipe
 
 
 def test_help_says_what_arguments_are() -> None:
@@ -22,3 +23,9 @@ def test_options_that_would_do_nothing_are_refused(finished: Path) -> None:
     assert "5-1 is no range of 1 to 1,000 seeds" in bad("sweep", "v4", "--partitions", "5-1")
     assert "1-100000000 is no range" in bad("sweep", "v4", "--partitions", "1-100000000")
     assert "--minutes nan: must be a number above 0" in bad("sweep", "v4", "--minutes", "nan")
+
+
+def test_epochs_are_those_of_the_only_network() -> None:
+    alone, both = (make_recipe(name, epochs=7) for name in ("generated", "generated+routed"))
+    assert alone.generator and both.generator and (alone.epochs, both.epochs) == (7, 7 + both.generator.epochs)
+    assert make_recipe("generated", epochs=7, sets=["generator.epochs=9"]).epochs == 9

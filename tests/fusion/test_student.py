@@ -69,14 +69,17 @@ def whole(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 @pytest.mark.slow
 def test_sites_with_few_classes_each_teach_one_network_all_of_them(digits: Dataset, tmp_path: Path) -> None:
+    """The demo's five very skewed sites, with a quarter of its training; IFFI has two thirds after all of it."""
     changes = {
-        "generator__epochs": 10,
-        "generator__learning_rate": 8e-3,
-        "model__encoder": {"kind": "cnn", "width": 16},
+        "generator.network": TINY["generator.network"],
+        "generator.epochs": 10,
+        "generator.batch_size": 32,
+        "sums": None,
     }
-    recipe = small(digits, partition__clients=5, partition__alpha=0.05, fusion=[STUDENT], **changes)
-    result = run(recipe, tmp_path / "run", data=digits)
-    assert result.rules[rules.parse(STUDENT).label] > 0.8
+    recipe = load(
+        "generated-demo", {**changes, "generator.learning_rate": 8e-3, "fusion": [STUDENT], "local.workers": 1}
+    )
+    assert run(recipe, tmp_path / "run", data=digits).rules[rules.parse(STUDENT).label] > 0.8
 
 
 def test_a_run_that_is_killed_three_times_ends_as_undisturbed(
@@ -163,6 +166,24 @@ def test_two_networks_travel_together_and_each_rule_takes_its_own(digits: Datase
     assert set(result.rules) == {rules.parse(FEW).label, "routed posterior=typicality"} and len(result.clients) == 3
     upload = RunFolder(tmp_path / "both").uploads()[0]
     assert upload.weights and upload.generator and upload.sums and upload.epoch == 1 + TINY["generator.epochs"]
+
+
+def test_generators_come_in_the_first_exchange_and_stacked_sums_in_the_second(digits: Dataset, tmp_path: Path) -> None:
+    recipe = generating(
+        digits, "stacked", partition__clients=3, partition__alpha=0.3, fusion=["stacked", FEW], validation=0.0, local__workers=1,
+        sums__features={"kind": "experts", "beside": None},
+    )  # fmt: skip
+    result = run(recipe, tmp_path / "stacked", data=digits)
+    scored = {
+        event["rule"]: event["epoch"]
+        for event in RunFolder(tmp_path / "stacked").metrics
+        if event["event"] == "snapshot"
+    }
+    assert scored == {rules.parse(FEW).label: 3, "stacked": 4} and set(result.rules) == {"stacked"}
+    with pytest.raises(RecipeError, match="student comes first, so it would make the model"):
+        load("stacked", {"generator": {}, "fusion": ["student", "stacked"]})
+    first = RunFolder(tmp_path / "stacked").first_exchange.uploads()
+    assert first[0].generator and not first[0].sums
 
 
 def test_a_student_without_generators_is_refused() -> None:

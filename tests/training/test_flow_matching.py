@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch.nn import functional as F
 
 from generating import sent
 from oneround.config.sections import Generator
@@ -67,6 +68,11 @@ def test_it_learns_the_velocity_of_a_single_image(digits: Dataset) -> None:
         step(chosen.pixels, chosen.labels, torch.rand(32, COLUMNS, generator=random), 5e-3)
         losses.append(step.means(1)["loss"])
     assert np.mean(losses[-10:]) < 0.25 * losses[0], losses[::10]
+    image = digits.train.pixels[:1].float() / 127.5 - 1
+    drawn = torch.randn(8, 1, 8, 8, generator=random)
+    with torch.no_grad():
+        velocity = step.net((image + drawn) / 2, torch.full((8,), 0.5), torch.zeros(8, dtype=torch.int64))
+    assert F.cosine_similarity(velocity.flatten(1), (drawn - image).flatten(1)).min() > 0.8
 
 
 def test_classes_are_withheld_and_images_mirrored_as_often_as_asked(digits: Dataset) -> None:

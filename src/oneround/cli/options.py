@@ -116,7 +116,10 @@ def make_recipe(
         overrides += [(f"seeds.{name}", seed) for name in ("partition", "initialisation", "training")]
     overrides += [(KEYS[name], value) for name, value in short.items() if value is not None]
     overrides += [parse_override(text) for text in sets or []]
-    return load(source, overrides)
+    recipe = load(source, overrides)
+    if short.get("epochs") is None or recipe.generator is None or recipe.trains:
+        return recipe
+    return load(source, [("generator.epochs", short["epochs"]), *overrides])  # the only network there is
 
 
 def data_overrides(data: str) -> list[tuple[str, Any]]:

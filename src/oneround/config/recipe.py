@@ -243,6 +243,11 @@ class Federated(Strict):
             yield "sums.features = experts: there are no networks; name terms (extends: stacked), or take other features"
         if self.rounds > 1:
             yield f"rounds = {self.rounds}: sums of experts' features follow one training; set rounds: 1, or take other features"
+        if not self.fusion[0].needs.experts:
+            yield (
+                f"fusion: {self.fusion[0].kind} comes first, so it would make the model, which is made after the second exchange; "
+                "name stacked first"
+            )
         for rule in self.fusion:
             if rule.needs.sums and rule.needs.network:
                 yield (
