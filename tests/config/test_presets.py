@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from clients import broadcast_of, few, series, trained
+from generating import TINY
 from oneround import acts
 from oneround.config.load import load, presets
 from oneround.data import Dataset
@@ -23,8 +24,9 @@ FAST = {"alignment__weight__rate": 2.0}
 @pytest.mark.parametrize("name", [name for name in presets() if load(name).trains])
 def test_a_preset_trains_a_client_that_uploads_nothing_but_the_network(name: str, digits: Dataset) -> None:
     preset = load(name)
-    own = {"fusion": preset.plain()["fusion"]} if preset.model.head == "linear" else {}
+    own = {"fusion": preset.plain()["fusion"]} if preset.model.head == "linear" or preset.stacked else {}
     beside = {"companion__teacher__encoder": {"kind": "cnn", "width": 4}} if preset.companion else {}
+    beside |= TINY if preset.generator else {}
     broadcast = replace(broadcast_of(digits, name, 2, **own, **beside), depths={"site": 1} if preset.share else {})
     upload = acts.train(broadcast, Site("site", few(digits, 3, 40)))
     assert upload.weights.keys() == broadcast.weights.keys()
