@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -28,6 +29,7 @@ from oneround.evaluate import transductive_name
 from oneround.formatting import plural
 from oneround.runs.archive import find_runs
 from oneround.runs.record import RunRecord, keys_of
+from oneround.runs.result import mean_over_clients
 from oneround.studies.outcome import MODES
 from oneround.training.alignment.aligner import label_entropy
 from oneround.training.alignment.schedules import schedules
@@ -392,6 +394,21 @@ def student() -> Answer:
     ours, teachers = ([100 * one[name]["accuracy"] for one in measured] for name in ("public images", "teacher"))
     apart = by_setting(list(contrasts(LABEL_SKEW, "fafi+aligned", "fafi")))
     return Answer(f"student: {signed(paired(ours, teachers))}; aligned: {apart}", verdict=NOT_MEASURED)
+
+
+@answers
+def personalised(record: str, rule: str, baseline: str) -> Answer:
+    """Two rules on the same uploads, each on every client's own mix of classes: mean over clients, paired over partitions."""
+    found: list[tuple[str, Summary]] = []
+    by_alpha = itertools.groupby(sorted(runs(record), key=alpha_of), key=alpha_of)
+    for alpha, members in by_alpha:
+        means = [mean_over_clients(run.personalised) for run in members]
+        found.append((f"α = {alpha:g}", paired(*([100 * each[name] for each in means] for name in (rule, baseline)))))
+    return Answer(by_setting(found), evidence=file_of(record), tests=tuple(Test(difference) for _, difference in found))
+
+
+def alpha_of(run: RunRecord) -> float:
+    return float(run.keys["partition.alpha"])
 
 
 # --- answers: source note 002 ----------------------------------------------------------------------------------------------

@@ -32,8 +32,8 @@ def test_a_projection_adds_up_every_feature_once_with_a_random_sign(digits: Data
     order, signs = constants["projection.order"].tolist(), constants["projection.signs"]
     assert sorted(order) == list(range(128)) and set(signs.tolist()) == {-1.0, 1.0}
     expected = torch.zeros(5, 50)
-    for place, feature in enumerate(order):
-        expected[:, place % 50] += signs[feature] * inner[:, feature]
+    for position, feature in enumerate(order):
+        expected[:, position % 50] += signs[feature] * inner[:, feature]
     assert torch.allclose(projected, expected, atol=1e-6)
     again = broadcast_of(digits, sums__features=PROJECTED, seeds__initialisation=2)
     assert not torch.equal(again.extras["features.check"], message.extras["features.check"])

@@ -133,17 +133,17 @@ def test_values_that_are_not_finite_are_refused_by_whom_they_were_written(tmp_pa
 
 
 def test_a_file_that_is_moved_is_as_known_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead, place, tensors = tmp_path / "ahead", tmp_path / "place", {"weights.a": torch.arange(3.0)}
-    blob.write(place, "shard", {"weights.a": torch.zeros(3)}, {}, read_soon=True)
+    ahead, target, tensors = tmp_path / "ahead", tmp_path / "target", {"weights.a": torch.arange(3.0)}
+    blob.write(target, "shard", {"weights.a": torch.zeros(3)}, {}, read_soon=True)
     blob.write(ahead, "shard", tensors, {}, read_soon=True)
-    blob.move(ahead, place, "shard")
+    blob.move(ahead, target, "shard")
     with monkeypatch.context() as patch:
         patch.setattr(blob, "_unpack", None)  # it need not be checked
-        assert torch.equal(blob.read(place, "shard")[1]["weights.a"], tensors["weights.a"])
+        assert torch.equal(blob.read(target, "shard")[1]["weights.a"], tensors["weights.a"])
     blob.write(ahead, "shard", tensors, {}, read_soon=True)
     raw = bytearray(ahead.read_bytes())
     raw[-1] ^= 1
     ahead.write_bytes(raw)
-    blob.move(ahead, place, "shard")
+    blob.move(ahead, target, "shard")
     with pytest.raises(ProtocolError, match="does not match its checksum"):
-        blob.read(place, "shard")
+        blob.read(target, "shard")

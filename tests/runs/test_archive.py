@@ -64,6 +64,7 @@ def test_what_is_kept_is_what_was_read(grid: Path, tmp_path: Path) -> None:
         for name in ("keys", "method", "partition_seed", "partition_digest", "accuracy", "local_accuracy", "curves"):
             assert getattr(kept, name) == getattr(run, name), name
         assert (kept.validation, kept.remarks, kept.measured_on) == (run.validation, run.remarks, run.measured_on)
+        assert kept.personalised == run.personalised and run.personalised
         assert kept.measurements.elapsed.keys() == run.measurements.elapsed.keys()
         assert kept.trace("s").keys() == run.trace("s").keys() and kept.cosines().keys() == run.cosines().keys()
         with pytest.raises(RunError, match="needs the run folder"):

@@ -112,6 +112,7 @@ def _pack(run: RunRecord) -> dict[str, Any]:
         "costs": {name: value for name, value in run.costs.items() if name != "seconds"},
         "curves": run.curves,
         "validation": run.validation,
+        **({"personalised": personalised} if (personalised := run.personalised) else {}),
         "partition": run.partition_digest,
         "remarks": list(run.remarks),
         "where": dict(run.measured_on),
@@ -126,7 +127,8 @@ def _unpack(plain: Mapping[str, Any], path: Path) -> RunRecord:
     result = {key: plain[key] for key in ("partition", "remarks")} | {
         key: {name: {"accuracy": value} for name, value in plain[key].items()} for key in ("rules", "clients")
     }
-    costs = plain.get("costs", {})  # records of before have none
+    result["personalised"] = plain.get("personalised", {})  # records of before have none, nor costs
+    costs = plain.get("costs", {})
     for score in list(result["rules"].values())[:1]:
         score |= {name: costs[name] for name in ("top5", "loss") if name in costs}
     result |= {name: costs[name] for name in ("bytes_down", "bytes_up") if name in costs}
