@@ -322,7 +322,7 @@ def test_on_one_or_two_nodes_it_is_the_local_run(
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_node_is_killed_while_clients_train(cluster: Any, digits: Dataset, tmp_path: Path) -> None:
     """The last test of the cluster: it has one node less afterwards."""
     recipe = change(RECIPE, {"local.workers": 2, "training.epochs": 80, "snapshots": 80})

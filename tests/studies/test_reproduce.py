@@ -17,6 +17,7 @@ from named_studies import content, study_file
 from oneround.config.load import change
 from oneround.data import Dataset
 from oneround.errors import RecipeError
+from oneround.runs import pictures
 from oneround.runs.archive import find_runs
 from oneround.simulate import run
 from oneround.studies.merge import merge_records
@@ -36,9 +37,11 @@ def measured(folder: Path, every: list[Cell], **options: Any) -> Progress:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a study that nothing disturbed."""
+    """The folder of a study that nothing disturbed; pictures of runs that are not kept would be drawn for nobody."""
     folder = tmp_path_factory.mktemp("study")
-    progress = measured(folder, all_cells(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pictures, "_figure", None)
+        progress = measured(folder, all_cells(folder))
     assert len(progress.runs) == 7 and not progress.left and not progress.failed
     return folder
 

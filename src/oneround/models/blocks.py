@@ -15,7 +15,14 @@ def blocks(net: PrototypeNet) -> list[list[str]]:
     Each repeated part (`blocks`, or parallel lists of layers) is a block; the layers before them are the first block, the
     layers after them the next to last. An encoder without repeated parts has a block for each of its children.
     """
-    children = dict(net.encoder.named_children())
+    return [*_blocks(net.encoder, "encoder."), ["prototypes"]]
+
+
+def _blocks(encoder: nn.Module, prefix: str) -> list[list[str]]:
+    children, names = dict(encoder.named_children()), list(encoder.state_dict())
+    if "encoder" in children:  # one within another: what follows it is a block
+        after = [f"{prefix}{name}" for name in names if not name.startswith("encoder.")]
+        return [*_blocks(children["encoder"], f"{prefix}encoder."), after]
     order = list(children)
     repeated = {
         name
@@ -24,7 +31,7 @@ def blocks(net: PrototypeNet) -> list[list[str]]:
     }
     first = min((order.index(name) for name in repeated), default=len(order))
     by_block: dict[tuple[int, int], list[str]] = {}
-    for name in net.encoder.state_dict():
+    for name in names:
         child, _, rest = name.partition(".")
         if child in repeated:
             key = (WITHIN, int(rest.partition(".")[0]))
@@ -32,5 +39,5 @@ def blocks(net: PrototypeNet) -> list[list[str]]:
             key = (WITHIN, order.index(child) if child in order else 0)
         else:
             key = (BEFORE if child not in order or order.index(child) < first else AFTER, 0)
-        by_block.setdefault(key, []).append(f"encoder.{name}")
-    return [*(by_block[key] for key in sorted(by_block)), ["prototypes"]]
+        by_block.setdefault(key, []).append(f"{prefix}{name}")
+    return [by_block[key] for key in sorted(by_block)]

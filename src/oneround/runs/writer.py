@@ -55,13 +55,19 @@ class RunWriter:
     """Writes a run's metrics, model and result; nothing else does."""
 
     def __init__(
-        self, folder: RunFolder, rules: Mapping[str, Rule], loggers: Sequence[Logger] = (), epochs_over: int = 0
+        self,
+        folder: RunFolder,
+        rules: Mapping[str, Rule],
+        loggers: Sequence[Logger] = (),
+        epochs_over: int = 0,
+        draws: bool = True,
     ) -> None:
         """Continue an earlier log after its last complete snapshot, one that has all rules; later events are measured again.
 
         `epochs_over`: epochs of the rounds before this one; where the server has no test images, these have no snapshots.
+        `draws`: whether pictures are drawn.
         """
-        self.folder, self.rules, self.loggers = folder, rules, loggers
+        self.folder, self.rules, self.loggers, self.draws = folder, rules, loggers, draws
         self.first = next(iter(rules))
         """The rule that makes the model."""
         events = list(folder.metrics)
@@ -171,7 +177,7 @@ class RunWriter:
             "clients": {name: score.plain() for name, score in scores.clients.items()},
             "personalised": personal,
         }
-        if self.measurements.curves:
+        if self.draws and self.measurements.curves:
             curves = {name: [curve] for name, curve in self.measurements.curves.items()}
             title = f"{broadcast.recipe.method} on {facts.data}"
             pictures.draw_accuracy(curves, self.folder.path / "accuracy.png", title)

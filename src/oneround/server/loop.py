@@ -155,11 +155,11 @@ def _check_broadcast(plan: Plan, folder: RunFolder, emit: Emit) -> None:
     blob.write_durably(folder.broadcast, raw)
 
 
-def serve(plan: Plan, folder: RunFolder, transport: Transport, emit: Emit) -> Result:
-    """Run all rounds of an opened run; writes the result and returns it."""
+def serve(plan: Plan, folder: RunFolder, transport: Transport, emit: Emit, draws: bool = True) -> Result:
+    """Run all rounds of an opened run; writes the result, with pictures if it `draws`, and returns it."""
     rules = {rule.label: rule for rule in acts.rules_of(plan.recipe)}
     with open_loggers(plan.recipe, folder.path) as loggers:
-        writer = RunWriter(folder, rules, loggers, Broadcast.read(folder.broadcast).first_epoch)
+        writer = RunWriter(folder, rules, loggers, Broadcast.read(folder.broadcast).first_epoch, draws)
         return ServerLoop(plan, folder, transport, writer, emit).run()
 
 
@@ -271,7 +271,7 @@ class ServerLoop:
     def _draw_partition(self) -> None:
         """Draw the partition, after the first snapshot: loading the library of pictures would delay the first epoch."""
         plan, path = self.plan, self.folder.path / "partition.png"
-        if plan.split is not None and not path.exists():
+        if self.writer.draws and plan.split is not None and not path.exists():
             title = f"{plan.data.name}, {plan.recipe.partition.label}, seed {plan.recipe.seeds.partition}"
             pictures.draw_partition(plan.split, plan.data.class_names, path, title)
 

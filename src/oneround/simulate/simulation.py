@@ -58,12 +58,14 @@ def run(
     deadline: float | None = None,
     ray: str | None = None,
     ray_gpus: float | None = None,
+    draws: bool = True,
 ) -> Result:
     """Run a recipe with all clients on this machine; writes everything to `folder` and returns the result.
 
     `resume`: continue where an earlier run in the folder was stopped. `workers`: a pool that several runs share. At `deadline`
     (`time.time()`) every client ends its epoch and saves its state, and `OutOfTime` is raised. `ray`: train the clients on the
-    Ray cluster at this address, each with `ray_gpus` GPUs (default: one where the cluster has any, otherwise none).
+    Ray cluster at this address, each with `ray_gpus` GPUs (default: one where the cluster has any, otherwise none). `draws`: leave
+    pictures too.
     """
     run_folder = RunFolder(Path(folder))
     if run_folder.recipe.exists() and not resume:
@@ -104,7 +106,7 @@ def run(
             with nullcontext(workers) if workers else own or make_pool() as pool:
                 if isinstance(pool, RayPool):
                     _record_workers(run_folder, pool)
-                result = serve(plan, run_folder, SimulatedClients(plan, run_folder, pool, batched), emit)
+                result = serve(plan, run_folder, SimulatedClients(plan, run_folder, pool, batched), emit, draws)
                 if isinstance(pool, WorkerPool):
                     pool.settle()  # the states are removed below
         except KeyboardInterrupt:

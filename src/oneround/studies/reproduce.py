@@ -159,9 +159,9 @@ def measure(
     try:
         recipe = first.recipe
         if first.first is not None:
-            run(first.first, _first_folder(folder), data=data, resume=True, emit=emit, deadline=deadline)
+            run(first.first, _first_folder(folder), data=data, resume=True, emit=emit, deadline=deadline, draws=False)
             recipe = change(recipe, {"local.initial_features": _first_folder(folder)})
-        run(recipe, folder.path, data=data, resume=True, emit=emit, deadline=deadline)
+        run(recipe, folder.path, data=data, resume=True, emit=emit, deadline=deadline, draws=False)
         measured = {first: _shortened(RunRecord.read(folder.path, strict=["result.json"]))}
         for cell in others:
             same = next((found for done, found in measured.items() if done.keys == cell.keys), None)
