@@ -651,6 +651,26 @@ def grown(run: RunRecord, quantity: str) -> list[float]:
 
 
 @answers
+def skewed(record: str, most: float, least: float) -> Answer:
+    """V12 on clients of much and of no skew: how far λ grows, and how far accuracy falls."""
+
+    def by_seed(alpha: float) -> list[RunRecord]:
+        return sorted((run for run in runs(record) if alpha_of(run) == alpha), key=lambda run: run.partition_seed)
+
+    def largest(run: RunRecord) -> float:
+        return math.log10(max(trace[max(trace)] for trace in run.trace("lambda_raw").values()))
+
+    both = [by_seed(alpha) for alpha in (most, least)]
+    grew, fell = (paired(*([figure(run) for run in each] for each in both)) for figure in (largest, fallen))
+    without = {
+        "grown": f"{10 ** statistics.mean(map(largest, both[1])):,.0f}",
+        "free": f"{statistics.mean(map(fallen, both[1])):.0f}",
+    }
+    facts = {"fell": signed(fell), **without}
+    return Answer(f"log₁₀ λ: {signed(grew)}", evidence=file_of(record), tests=(Test(grew),), facts=facts)
+
+
+@answers
 def exploded(figure: str) -> Answer:
     """V12 against the same with the guard of V13: in its code's form on CIFAR-10, once three partitions are measured, and on digits."""
     rows = [studied.last_rows(EXPLOSION_STUDY, name).get("CIFAR-10") for name in ("V12", GUARDED)]

@@ -181,6 +181,7 @@ def called(script: str, folder: Path, environment: dict[str, str]) -> Iterator[l
             yield (folder / f"{number}.call").read_text().split("\0")[:-1]
 
 
+@pytest.mark.release
 def test_the_commands_on_scaling_run(tmp_path: Path) -> None:
     """Those that need no cluster, in order; of the others, the options."""
     blocks = BLOCK.findall((ROOT / "docs/scaling.md").read_text(encoding="utf-8"))
