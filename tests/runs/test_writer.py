@@ -17,6 +17,7 @@ from oneround.data import Dataset
 from oneround.evaluate import Score, Scores
 from oneround.global_model import GlobalModel
 from oneround.runs import pictures
+from oneround.runs import writer as writer_module
 from oneround.runs.folder import RunFolder
 from oneround.runs.log import MetricsLog
 from oneround.runs.writer import RunWriter, Snapshot
@@ -139,3 +140,15 @@ def test_killed_while_its_picture_is_drawn_a_run_is_not_finished(
         run(recipe, tmp_path, data=digits)
     run(recipe, tmp_path, data=digits, resume=True)
     assert (tmp_path / "accuracy.png").is_file()
+
+
+def test_a_model_chosen_at_a_snapshot_is_on_disk_at_the_end(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written without waiting for the disk, and flushed before the result says that the run is over."""
+    flushed: list[Path] = []
+    monkeypatch.setattr(writer_module, "flush_file", flushed.append)
+    run(
+        small_recipe(training__epochs=2, snapshots=1, validation=0.2, fusion=["average"]), tmp_path / "run", data=digits
+    )
+    assert sorted(flushed) == sorted((tmp_path / "run" / "model").iterdir()) and len(flushed) >= 2

@@ -204,6 +204,14 @@ def read(path: Path, kind: str, max_bytes: int | None = None) -> tuple[Manifest,
 
     After that its tensors are mapped: those that nobody looks at are not read.
     """
+    manifest, tensors, _ = read_parts(path, kind, max_bytes)
+    return manifest, tensors
+
+
+def read_parts(
+    path: Path, kind: str, max_bytes: int | None = None
+) -> tuple[Manifest, dict[str, Tensor], Mapping[str, str]]:
+    """`read`, and a checksum for each part of the message: of the tensors whose names begin with the same word and a dot."""
     try:
         version = _version(path)
         _check_size(version.size, max_bytes, str(path))
@@ -212,27 +220,17 @@ def read(path: Path, kind: str, max_bytes: int | None = None) -> tuple[Manifest,
             manifest = peek(path, kind)
             tensors = safetensors.torch.load_file(path)
             if _version(path) == version:
-                return manifest, tensors
+                return manifest, tensors, known.parts
             version = _version(path)  # replaced meanwhile
         raw = path.read_bytes()
     except (OSError, safetensors.SafetensorError) as error:
         raise ProtocolError(f"{path}: cannot be read ({getattr(error, 'strerror', error)})") from None
     manifest, tensors, digests = _unpack(raw, str(path), kind, max_bytes)
-    _remember(path, kind, version, digests)
-    return manifest, tensors
-
-
-def part_checksum(path: Path, kind: str, part: str) -> str:
-    """A checksum of the tensors of a message whose names begin with `part.`; the file is read if this process has not yet."""
-    known = _verified.get((path, kind))
-    if known is None or known.version != _version(path):
-        read(path, kind)
-        known = _verified[path, kind]
-    return known.parts.get(part, "")
+    return manifest, tensors, _remember(path, kind, version, digests).parts
 
 
 def move(path: Path, to: Path, kind: str) -> None:
-    """Put a message that this process has written in the place of another; it need not be checked again."""
+    """Replace a message by another that this process has written; it need not be checked again."""
     known = _verified.pop((path, kind), None)
     before = _version(path)
     path.replace(to)
@@ -263,10 +261,11 @@ class Verified(NamedTuple):
     """Checksum of the tensors of each part, the first word of their names."""
 
 
-def _remember(path: Path, kind: str, version: Version, digests: Mapping[str, str]) -> None:
+def _remember(path: Path, kind: str, version: Version, digests: Mapping[str, str]) -> Verified:
     if len(_verified) >= MAX_VERIFIED:
         _verified.clear()
-    _verified[path, kind] = Verified(version, _by_part(digests))
+    verified = _verified[path, kind] = Verified(version, _by_part(digests))
+    return verified
 
 
 def _by_part(digests: Mapping[str, str]) -> dict[str, str]:

@@ -244,8 +244,8 @@ class Upload:
     ) -> Upload:
         """`known_sums`: checksums of sums that need not be checked again; those of this upload are added."""
         path = Path(path)
-        manifest, tensors = blob.read(path, "upload", max_upload_bytes(broadcast, statistics))
-        sums = blob.part_checksum(path, "upload", "sums")
+        manifest, tensors, checksums = blob.read_parts(path, "upload", max_upload_bytes(broadcast, statistics))
+        sums = checksums.get("sums", "")
         upload = Upload._from(manifest, tensors, broadcast, statistics, str(path), sums in (known_sums or ()))
         if known_sums is not None:
             known_sums.add(sums)
@@ -390,7 +390,7 @@ class UploadFolder(Sequence[Upload]):
     @property
     def sums_key(self) -> tuple[str, ...]:
         """Checksums of the uploads' sums; equal for equal sums, whatever networks come with them."""
-        return tuple(blob.part_checksum(path, "upload", "sums") for path in self.paths)
+        return tuple(blob.read_parts(path, "upload")[2].get("sums", "") for path in self.paths)
 
     @overload
     def __getitem__(self, at: int) -> Upload: ...
