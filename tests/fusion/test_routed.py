@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from oneround import acts
 from oneround.config.recipe import Local, Recipe
@@ -189,3 +191,28 @@ def test_a_student_is_taught_through_the_ridge(federation: Federation, validatio
     options = {"kind": "distilled", "teacher": "routed", "images": "inversions", "made_up": 32, "epochs": 1}
     student = acts.fuse(uploads, broadcast, server, rules.parse(options))
     assert np.isfinite(score_model(student, scored, torch.device("cpu")).loss)
+
+
+def test_settings_are_judged_by_what_each_of_them_predicts() -> None:
+    """Whatever they share: the weights of the experts are not added up anew for every setting."""
+    random = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=random)
+
+    labels, initial = torch.arange(30) % 4, Routing._initial(draw(30, 4).log_softmax(1))
+    views = [(draw(30, 1).abs(), draw(30, 4), draw(4).abs()) for _ in range(3)]
+    settings = [
+        Setting(*values) for values in itertools.product((0.5, 2.0), (0.0, 2.0), (0.0, 1.0), (0.25, 2.0), (1.0, 0.0))
+    ]
+    routing = Routing(None, torch.ones(4), DEFAULTS, "typicality")  # type: ignore[arg-type]
+    performance, seen = routing.performance((initial, views), labels), set()
+    for setting in settings:
+        totals = initial
+        for view in views:
+            totals = Routing._fold(totals, view, setting)
+        scores = Routing._combine(totals, setting)
+        expected = float((scores.argmax(1) == labels).float().mean()), -float(cross_entropy(scores, labels))
+        assert performance(setting) == pytest.approx(expected, abs=1e-5), setting
+        seen.add(expected)
+    assert len(seen) > 16, "they differ"

@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import re
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -180,7 +181,11 @@ class RunFolder:
 
     @contextmanager
     def locked(self, patience: float = 0.0) -> Iterator[None]:
-        """Hold the folder's lock, so that only one process works in it; wait `patience` seconds for another process to end."""
+        """Hold the folder's lock, so that only one process works in it; wait `patience` seconds for another process to end.
+
+        A folder that is new, and whose run fails before anything is in it but lock and log, is removed.
+        """
+        new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         deadline, waiting = time.monotonic() + patience, False
         with (self.path / ".lock").open("w") as file:
@@ -197,4 +202,9 @@ class RunFolder:
                             f"{self.path}: another process is running here; wait for it or choose another --out"
                         ) from None
                     time.sleep(0.2)
-            yield
+            try:
+                yield
+            except BaseException:
+                if new and {path.name for path in self.path.iterdir()} <= {".lock", "run.log"}:
+                    shutil.rmtree(self.path, ignore_errors=True)
+                raise
